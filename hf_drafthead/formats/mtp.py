@@ -8,6 +8,8 @@ Names by architecture, of module i of a base of n layers, behind `model.` or `mo
     MiMo                      mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}
     MiMo-V2                   mtp.layers.{i}.{enorm, hnorm, eh_proj, final_layernorm, pre_mlp_layernorm}
     ERNIE                     mtp_{emb_norm, hidden_norm, linear_proj, block}.{i}.
+    Nemotron-H                mtp.layers.0.{enorm, hnorm, eh_proj}, mtp.layers.{last}.final_layernorm
+    LongCat                   mtp.layers.0.{enorm.m, hnorm.m, eh_proj, transformer_layer.mlp}, mtp.{norm, embed_tokens}
 
 and the block beside them under the names of the base's layers. The speculators library saves a module that was trained
 further under MiMo's names, embedding first.
@@ -25,13 +27,14 @@ import torch
 from huggingface_hub import ModelCard
 from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor, same_values
 from hf_drafthead.formats.gguf import gguf_blocks
 from hf_drafthead.formats.layout import Loss, renamed
 from hf_drafthead.modeling.checkpoint import INDEX, WEIGHTS, fetch_file, map_tensors, refuse_damage
-from hf_drafthead.modeling.decoder_layer import one_layer_config
+from hf_drafthead.modeling.decoder_layer import one_layer_config, types_of
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 from hf_drafthead.modeling.gguf_files import split_gguf
 from hf_drafthead.modeling.mtp import MtpConfig, modules_counted
@@ -61,6 +64,11 @@ MIMO_V2 = _names(OF_V2, OF_V2, **JOINED, norm="final_layernorm", **MLP_NORM)
 ERNIE = _names(
     "mtp_block.{i}.", "mtp_", embedding_norm="emb_norm.{i}", hidden_norm="hidden_norm.{i}", fc="linear_proj.{i}"
 )
+# Its block is layers of one mixer each, one behind the other; the last one has the norm.
+NEMOTRON = (("norm.", "mtp.layers.{last}.final_layernorm."), *_names("mtp.layers.", "mtp.layers.0.", **JOINED))
+LONGCAT_PARTS = {"norm": "norm", "embed_tokens": "embed_tokens", "body.layer.mlp": "layers.0.transformer_layer.mlp"}
+LONGCAT_PARTS |= {"embedding_norm": "layers.0.enorm.m", "hidden_norm": "layers.0.hnorm.m", "fc": "layers.0.eh_proj"}
+LONGCAT = _names("mtp.layers.0.", "mtp.", **LONGCAT_PARTS)
 # By model_type of the base's text config; others may have any of them: what is read, the files tell.
 NAMES = {
     "hy_v3": HUNYUAN,
@@ -69,14 +77,13 @@ NAMES = {
     "mimo": MIMO,
     "mimo_v2_flash": MIMO_V2,
     "ernie4_5_moe": ERNIE,
+    "nemotron_h": NEMOTRON,
+    "longcat_flash": LONGCAT,
     **dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text", "glm_ocr_text"), DEEPSEEK),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "exaone4", "exaone_moe", "mellum"), QWEN),
 }
 # Whose modules are of another form, which no family here has.
 OTHER_FORMS = {
-    "nemotron_h": "several blocks in each, of attention and experts",
-    "nemotron_h_omni": "several blocks in each, of attention and experts",
-    "longcat_flash": "a block of another kind than its layers",
     "inkling": "layers without rotary positions",
     "inkling_text": "layers without rotary positions",
     "qwen4_exp_text": "hyper-connections",
@@ -86,7 +93,7 @@ OTHER_FORMS = {
     "glm5_next": "attention that chooses keys by score",
 }
 ROOT = r"(?:model\.|language_model\.)*"
-BLOCK, LAYER = "body.layer.", "layers.0."  # of a module here, and of a model of one layer
+BLOCK = "body.layer."  # of a module here
 COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
 SCALE = "_scale_inv"  # of blocks of an FP8 weight, behind its name
 
@@ -181,14 +188,14 @@ def modules_in(
         text: text config of the base.
         only: under which names; by default under those of the base's architecture, else under any.
     """
-    keys, layers = list(keys), text.num_hidden_layers
+    keys = list(keys)
     for names in only or (NAMES.get(text.model_type, DEEPSEEK), DEEPSEEK, QWEN, MIMO, MIMO_V2, ERNIE):
-        if modules := dict(_modules_named(keys, names, layers)):
+        if modules := dict(_modules_named(keys, names, text.num_hidden_layers)):
             return len(modules), {
                 key: (index, name)
                 for index, root in modules.items()
                 for key in keys
-                if (name := _name_here(key, names, root, index, layers)) is not None
+                if (name := _name_here(key, names, root, index, text)) is not None
             }
     return None
 
@@ -214,10 +221,16 @@ def _modules_named(keys: Iterable[str], names: Names, layers: int) -> Iterator[t
                 yield index, match[1]
 
 
-def _name_here(key: str, names: Names, root: str, index: int, layers: int) -> str | None:
+def _of_module(theirs: str, index: int, text: PreTrainedConfig) -> str:
+    """A name of a module's part with the numbers that it has there."""
+    last = len(getattr(text, "mtp_layers_block_type", None) or [None]) - 1
+    return theirs.format(i=index, layer=text.num_hidden_layers + index, last=last)
+
+
+def _name_here(key: str, names: Names, root: str, index: int, text: PreTrainedConfig) -> str | None:
     """What a tensor of a module is called here; None if it is of another."""
     for ours, theirs in names:
-        prefix = root + theirs.format(i=index, layer=layers + index)
+        prefix = root + _of_module(theirs, index, text)
         if key.startswith(prefix):
             return ours + key.removeprefix(prefix)
     return None
@@ -245,8 +258,11 @@ def block_as_here(config: MtpConfig, tensors: Mapping[str, Tensor], place: str) 
         ValueError: a tensor is missing, unknown or of another shape.
     """
     small, model_class = _one_layer(config)
-    whole = {f"{LAYER}{name}": tensor for name, tensor in tensors.items()}
-    whole |= {"embed_tokens.weight": torch.zeros(1, small.hidden_size), "norm.weight": torch.ones(small.hidden_size)}
+    layer = _layer(config)
+    whole = {f"{layer}{name}": tensor for name, tensor in _scaled(config, tensors, 1).items()}
+    with torch.device("meta"), no_init_weights():  # a loading without the other parts would be reported
+        others = {name: tensor for name, tensor in model_class(small).state_dict().items() if name not in whole}
+    whole |= {name: torch.zeros(tensor.shape) for name, tensor in others.items() if not name.startswith("layers.")}
     try:
         model, info = model_class.from_pretrained(None, config=small, state_dict=whole, output_loading_info=True)
     except RuntimeError as error:  # of shapes
@@ -255,24 +271,24 @@ def block_as_here(config: MtpConfig, tensors: Mapping[str, Tensor], place: str) 
             f"({in_one_line(error)}): get it again."
         ) from error
     refuse_damage(place, info)
-    return {name.removeprefix(LAYER): tensor for name, tensor in model.state_dict().items() if name.startswith(LAYER)}
+    return {name.removeprefix(layer): tensor for name, tensor in model.state_dict().items() if name.startswith(layer)}
 
 
 def block_as_stored(config: MtpConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A block's tensors under the names of the base's files: by transformers' own saving."""
     small, model_class = _one_layer(config)
     model = model_class(small).to(next(iter(tensors.values())).dtype)
-    model.load_state_dict({f"{LAYER}{name}": tensor for name, tensor in tensors.items()}, strict=False)
+    layer, plain = _layer(config), _scaled(config, tensors, -1)
+    model.load_state_dict({f"{layer}{name}": tensor for name, tensor in plain.items()}, strict=False)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         stored = map_tensors(str(file) for file in Path(folder).glob("*.safetensors"))
-        names = [name for name in stored if LAYER in name]
-        return {name.partition(LAYER)[2]: stored[name].clone() for name in names}
+        return {name.partition(layer)[2]: stored[name].clone() for name in stored if layer in name}
 
 
 def as_stored(config: MtpConfig, tensors: Mapping[str, Tensor], names: Names, root: str) -> dict[str, Tensor]:
     """The drafter's tensors under other names: those of a base's files, or of the speculators library."""
-    stored, layers = {}, config.get_text_config().num_hidden_layers
+    stored = {}
     for index in range(config.num_modules or 1):
         prefix = f"mtp.{index}."
         module = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -284,12 +300,27 @@ def as_stored(config: MtpConfig, tensors: Mapping[str, Tensor], names: Names, ro
             theirs = renamed(name, names)
             if theirs is None:
                 raise Loss(f"its modules have {name!r}, for which the target has no name", "train it without")
-            stored[root + theirs.format(i=index, layer=layers + index)] = tensor
+            stored[root + _of_module(theirs, index, config.get_text_config())] = tensor
     return stored
 
 
+def _layer(config: MtpConfig) -> str:
+    """What the names of a block begin with in a model that has no other layers."""
+    return "layers.0." if len(types_of(config.own_layer)) == 1 else "layers."
+
+
+def _scaled(config: MtpConfig, tensors: Mapping[str, Tensor], power: int) -> dict[str, Tensor]:
+    """A block's tensors with the factors of LongCat's attention, which DeepSeek's has not, in the weights of norms."""
+    text, scaled = config.get_text_config(), dict(tensors)
+    if text.model_type == "longcat_flash":
+        for name, rank in {"q_a_layernorm": text.q_lora_rank, "kv_a_layernorm": text.kv_lora_rank}.items():
+            if (key := f"self_attn.{name}.weight") in scaled:
+                scaled[key] = scaled[key] * (text.hidden_size / rank) ** (power / 2)
+    return scaled
+
+
 def _one_layer(config: MtpConfig) -> tuple[PreTrainedConfig, Any]:
-    small = one_layer_config(config.own_layer, config.layer_type)
+    small = one_layer_config(config.own_layer, types_of(config.own_layer))
     small.bos_token_id = small.eos_token_id = None  # which would lie beyond its vocabulary
     return small, MODEL_MAPPING[type(small)]
 

@@ -17,8 +17,9 @@ from hf_drafthead.formats.base_tensors import read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.eagle import COPIES_OF_BASE
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads
-from hf_drafthead.formats.mtp import MIMO, NAMES, QWEN, as_here, as_stored, modules_in
+from hf_drafthead.formats.mtp import MIMO, NAMES, NEMOTRON, QWEN, as_here, as_stored, modules_in
 from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
+from hf_drafthead.modeling.decoder_layer import types_of
 from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind
 
 SERVED = 'vllm serve BASE --speculative-config \'{{"method": "mtp", "num_speculative_tokens": {}}}\''
@@ -60,13 +61,15 @@ class BaseModules(Layout):
                 f"a {text.model_type!r} base has no modules of its own, and so no names for them",
                 "export it as speculators",
             )
-        if bool(config.hidden_first) != kind.hidden_first or config.own_layer.model_type != text.model_type:
+        if bool(config.hidden_first) != kind.hidden_first or config.own_layer.model_type != (
+            kind.model_type or text.model_type
+        ):
             raise Loss(
                 "its modules are not of the form that this base has", "train it without hidden_first=, layer_config="
             )
         inner = (
             ""
-            if names is QWEN
+            if names in (QWEN, NEMOTRON)
             else "model."
             if config.base_config.model_type == text.model_type
             else "model.language_model."
@@ -108,10 +111,11 @@ class SpeculatorsMtp(Layout):
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, text = saved.config, saved.config.get_text_config()
-        if config.num_modules != 1 or config.hidden_first or config.own_embeddings or config.own_lm_heads:
+        several = config.num_modules != 1 or len(types_of(config.own_layer)) > 1
+        if several or config.hidden_first or config.own_embeddings or config.own_lm_heads:
             raise Loss(
-                "it has several modules, [hidden; embedding], or embeddings or a lm_head of its own, and the target "
-                "one module, embedding first, on those of the base",
+                "it has several modules or layers, [hidden; embedding], or embeddings or a lm_head of its own, and the "
+                "target one layer, embedding first, on those of the base",
                 "export it under the base's names (--to base)",
             )
         tensors = as_stored(config, saved.tensors, MIMO, "")

@@ -6,6 +6,7 @@ Shapes: B rows, T positions, A newly verified positions, n nodes of a level, M n
 import contextlib
 import copy
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.bases.limits import CHOOSES_KEYS
@@ -22,7 +24,8 @@ from hf_drafthead.bases.releases import CACHE, cache_argument
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.modeling.chain_attention import CHAINS
 
-FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm")
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "norm_f")
+FULL_ATTENTION = ("full_attention",)
 
 
 class ChainKeys:
@@ -53,15 +56,26 @@ class StepKeys(NamedTuple):
         return torch.cat(all_keys, dim=-2), torch.cat(all_values, dim=-2)
 
 
+class InTurn(nn.ModuleList):
+    """Layers of one mixer each that together are one, such as attention and experts (Nemotron-H)."""
+
+    def forward(self, x: Tensor, **inputs: Any) -> Tensor:
+        """What the last makes of what the one before it made."""
+        for layer in self:
+            x = layer(x, **inputs)
+        return x
+
+
 class DecoderLayer(nn.Module):
     """One layer as transformers builds it from a model's config; attention to all positions unless told otherwise.
 
     Args:
         config: text config of the base, or of another model whose layer is to be used.
         input_norm: False replaces the layer's first norm by the identity (EAGLE).
-        final_norm: normalise the output as the model does after its last layer (Hydra++).
+        ends_with_norm: normalise the output as the model does after its last layer (Hydra++).
         window: how many positions the layer sees; None for all.
-        layer_type: which of the kinds of layers that the model has.
+        layer_types: which of the kinds of layers that the model has; several are one behind the other (`InTurn`).
+        rotary: False takes a layer without positions, too.
         first: the first place of the cache that others see, and position 0: for a layer that begins later in a text.
 
     Attributes:
@@ -77,28 +91,29 @@ class DecoderLayer(nn.Module):
         self,
         config: PreTrainedConfig,
         input_norm: bool = True,
-        final_norm: bool = False,
+        ends_with_norm: bool = False,
         window: int | None = None,
-        layer_type: str = "full_attention",
+        layer_types: tuple[str, ...] = FULL_ATTENTION,
+        rotary: bool = True,
         first: int = 0,
     ) -> None:
         super().__init__()
         self.window, self.first = window, first
-        model = _one_layer_model(config, layer_type)
-        self.layer = model.layers[0]
-        if getattr(getattr(self.layer, "self_attn", None), "store_full_length_kv", False):
-            self.layer.self_attn.store_full_length_kv = False  # for layers behind it, of which there are none
-        self.rotary = model.rotary_emb
+        model = _one_layer_model(config, layer_types, rotary)
+        self.layer: Any = InTurn(model.layers) if len(layer_types) > 1 else model.layers[0]
+        attention: Any = getattr(self.layer, "self_attn", None)
+        if getattr(attention, "store_full_length_kv", False):
+            attention.store_full_length_kv = False  # for layers behind it, of which there are none
+        self.rotary: Any = getattr(model, "rotary_emb", None)
         if not input_norm:
             self.layer.input_layernorm = nn.Identity()
-        norms = [getattr(model, name) for name in FINAL_NORMS if hasattr(model, name)]
-        self.norm = norms[0] if final_norm and norms else nn.Identity()
+        self.norm = (ends_with_norm and final_norm(model)) or nn.Identity()
         self._sdpa = model._supports_sdpa
         self._takes_causal_flag = model.config._attn_implementation == "sdpa"
-        self._cache_argument = cache_argument(type(self.layer).forward) or CACHE
+        self._cache_argument = cache_argument(type(model.layers[0]).forward) or CACHE
         # Models with several kinds of layers ask which kind the frequencies are for.
-        several = "layer_type" in inspect.signature(type(self.rotary).forward).parameters
-        self._rotary_kind = {"layer_type": layer_type} if several else {}
+        several = "layer_type" in inspect.signature(type(self.rotary).forward).parameters if self.rotary else False
+        self._rotary_kind = {"layer_type": layer_types[0]} if several else {}
 
     def follow(self, base: PreTrainedConfig) -> None:
         """Compute attention and experts as the base does.
@@ -245,13 +260,10 @@ class DecoderLayer(nn.Module):
 
     def _through(self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         """What a layer makes of x."""
-        out = layer(
-            x,
-            attention_mask=mask,
-            position_ids=positions,
-            position_embeddings=self.rotary(x, positions, **self._rotary_kind),
-            **{self._cache_argument: cache},
-        )
+        inputs = {"attention_mask": mask, "position_ids": positions, self._cache_argument: cache}
+        if self.rotary is not None:
+            inputs["position_embeddings"] = self.rotary(x, positions, **self._rotary_kind)
+        out = layer(x, **inputs)
         return out[0] if isinstance(out, tuple) else out
 
     def _through_again(
@@ -263,7 +275,7 @@ class DecoderLayer(nn.Module):
         """
         if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return self._through(layer, x, positions, mask, cache)
-        layer.gradient_checkpointing = False  # type: ignore[assignment]
+        layer.apply(lambda part: setattr(part, "gradient_checkpointing", False))
         out: Tensor = checkpoint(
             self._through, layer, x, positions, mask, cache, use_reentrant=False, context_fn=self._again
         )
@@ -272,6 +284,11 @@ class DecoderLayer(nn.Module):
     def _again(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
         """In what a layer runs, and is recomputed: with the attention function of this step."""
         return contextlib.nullcontext(), self._attention(self._configs()[0]._attn_implementation or "eager")
+
+
+def final_norm(decoder: nn.Module) -> nn.Module | None:
+    """The norm behind the last layer of a model's decoder; None if it has none."""
+    return next((norm for name in FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
 
 
 def next_level(ancestors: Tensor | None, parents: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,41 +302,74 @@ def next_level(ancestors: Tensor | None, parents: Tensor, device: torch.device) 
     return rows, parents, diagonal if ancestors is None else torch.cat([diagonal, ancestors[rows, parents]], dim=2)
 
 
-def has_layers(config: PreTrainedConfig) -> bool:
+def has_layers(config: PreTrainedConfig, layer_types: tuple[str, ...] = FULL_ATTENTION, rotary: bool = True) -> bool:
     """Whether a `DecoderLayer` can be built from a config, with one rotary position per token: tried without memory."""
     if any(getattr(config, name, None) for name in CHOOSES_KEYS):  # by an index that the model hands to its layers
         return False
     try:
         with torch.device("meta"), no_init_weights():
-            layer = DecoderLayer(config)
-            layer.rotary(torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2), **layer._rotary_kind)
+            layer = DecoderLayer(config, layer_types=layer_types, rotary=rotary)
+            if layer.rotary is not None:
+                layer.rotary(torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2), **layer._rotary_kind)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
         return False
     return True
 
 
-def one_layer_config(config: PreTrainedConfig, layer_type: str = "full_attention") -> PreTrainedConfig:
-    """The config of a model with a single layer of one kind and no vocabulary."""
+def one_layer_config(config: PreTrainedConfig, layer_types: tuple[str, ...] = FULL_ATTENTION) -> PreTrainedConfig:
+    """The config of a model with one layer, of these kinds one behind the other, and no vocabulary."""
     small = copy.deepcopy(config)
-    small.num_hidden_layers = 1
+    small.num_hidden_layers = len(layer_types)
     small.vocab_size, small.pad_token_id = 1, 0
     if getattr(small, "layer_types", None):
-        small.layer_types = [layer_type]
+        small.layer_types = [*layer_types]
     if getattr(small, "mlp_layer_types", None):
         small.mlp_layer_types = small.mlp_layer_types[:1]
     return small
 
 
-def _one_layer_model(config: PreTrainedConfig, layer_type: str) -> Any:
+def last_layer_config(config: PreTrainedConfig, fields: dict[str, Any], model_type: str | None) -> PreTrainedConfig:
+    """The config of a model whose only layer is like a model's last, with attention to all positions.
+
+    Args:
+        config: of that model.
+        fields: that the layer has otherwise.
+        model_type: of another model, whose parts it has, of the same sizes.
+    """
+    last = copy.deepcopy(config)
+    if model_type is not None:
+        last = CONFIG_MAPPING[model_type]()
+        for name in set(last.to_dict()) - {"model_type"}:
+            setattr(last, name, getattr(config, name, getattr(last, name)))
+    last.dtype = None  # the model's, which may be loaded in another
+    for name, value in {"first_k_dense_replace": 0, "decoder_sparse_step": 1, "mlp_only_layers": []}.items():
+        if hasattr(last, name):  # experts, where the model has some
+            setattr(last, name, value)
+    mlps = getattr(config, "mtp_mlp_layer_types", None) or list(getattr(config, "mlp_layer_types", None) or ())[-1:]
+    kinds = getattr(config, "mtp_layers_block_type", None) or [*FULL_ATTENTION]
+    last.num_hidden_layers = len(kinds)
+    for name, value in {"layer_types": kinds, "mlp_layer_types": mlps[:1], **fields}.items():
+        if getattr(last, name, None) is not None:
+            setattr(last, name, value)
+    return last
+
+
+def types_of(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Kinds of the layers that make a model's first: one that attends, and behind it those that are experts or MLP."""
+    first, *others = getattr(config, "layer_types", None) or FULL_ATTENTION
+    return first, *itertools.takewhile({"moe", "mlp"}.__contains__, others)
+
+
+def _one_layer_model(config: PreTrainedConfig, layer_types: tuple[str, ...], rotary: bool) -> Any:
     """The model of such a config."""
     try:
-        small = one_layer_config(config, layer_type)
+        small = one_layer_config(config, layer_types)
         model_class = MODEL_MAPPING[type(config)]
         small._attn_implementation = "sdpa" if model_class._supports_sdpa else "eager"
         model = model_class(small)
         parameters = inspect.signature(type(model.layers[0]).forward).parameters
-        fits = getattr(model, "rotary_emb", None) is not None
-        fits = fits and {"attention_mask", "position_embeddings"} <= set(parameters)
+        turned = getattr(model, "rotary_emb", None) is not None and "position_embeddings" in parameters
+        fits = "attention_mask" in parameters and (turned or not rotary)
     except (ArithmeticError, AttributeError, KeyError, IndexError, TypeError):
         fits = False
     if not fits:

@@ -139,7 +139,7 @@ class HydraDrafter(Drafter):
     def __init__(self, config: HydraConfig) -> None:
         super().__init__(config)
         self.keeps_history = config.prefix_layer
-        self.prefix = DecoderLayer(config.own_layer, final_norm=True) if config.prefix_layer else None
+        self.prefix = DecoderLayer(config.own_layer, ends_with_norm=True) if config.prefix_layer else None
         heads, hidden_size = config.num_draft_heads, config.width
         self.heads = nn.ModuleList(HydraHead(i, hidden_size, config) for i in range(heads))
         self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head, bias=True)

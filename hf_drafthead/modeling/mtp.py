@@ -30,7 +30,15 @@ from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import check_tensors, is_missing_folder
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
-from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer, has_layers, next_level
+from hf_drafthead.modeling.decoder_layer import (
+    ChainKeys,
+    DecoderLayer,
+    final_norm,
+    has_layers,
+    last_layer_config,
+    next_level,
+    types_of,
+)
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import read_ranking
 from hf_drafthead.modeling.gguf_files import split_gguf
@@ -54,12 +62,16 @@ class MtpKind:
         output_norm: there is a norm behind the block.
         own_lm_heads: every module has a lm_head of its own.
         block: config fields of the block, where it is not like the base's last layer with full attention.
+        model_type: of a model whose layer the block is, of the sizes of the base's.
+        rotary: the block's attention has rotary positions.
     """
 
     hidden_first: bool = False
     output_norm: bool = True
     own_lm_heads: bool = False
     block: tuple[tuple[str, Any], ...] = ()
+    model_type: str | None = None
+    rotary: bool = True
 
 
 SLIDING: tuple[tuple[str, Any], ...] = (("layer_types", ["sliding_attention"]),)
@@ -67,6 +79,8 @@ DENSE: tuple[tuple[str, Any], ...] = (("mlp_layer_types", ["dense"]),)
 # By model_type of the base's text config; those that are missing are as DeepSeek-V3's.
 MTP_KINDS = {
     "mimo": MtpKind(hidden_first=True),
+    "nemotron_h": MtpKind(rotary=False),
+    "longcat_flash": MtpKind(block=(("first_k_dense_replace", 1),), model_type="deepseek_v3"),
     "ernie4_5_moe": MtpKind(output_norm=False, block=(("moe_layer_start_index", 1), ("moe_layer_end_index", 1))),
     "mellum": MtpKind(block=SLIDING),
     "mimo_v2_flash": MtpKind(block=SLIDING + DENSE),
@@ -113,14 +127,9 @@ class MtpConfig(DraftHeadConfig):
         return (self.known_tokens or 0) > LARGE_VOCABULARY
 
     @property
-    def layer_type(self) -> str:
-        """Of the block."""
-        return next(iter(getattr(self.own_layer, "layer_types", None) or ()), "full_attention")
-
-    @property
     def window(self) -> int | None:
         """How many positions the block sees; None for all."""
-        full = getattr(self.own_layer, "layer_types", None) and self.layer_type != "sliding_attention"
+        full = getattr(self.own_layer, "layer_types", None) and types_of(self.own_layer)[0] != "sliding_attention"
         return None if full else getattr(self.own_layer, "sliding_window", None)
 
     def check(self) -> None:
@@ -134,7 +143,8 @@ class MtpConfig(DraftHeadConfig):
             if self.num_modules is None:
                 self.num_modules = max(modules_counted(text), 1)
             with contextlib.suppress(AttributeError):  # of kinds of layers that follow from other fields
-                if self.layer_config is None and has_layers(block := block_config(text, kind)):
+                block = last_layer_config(text, dict(kind.block), kind.model_type)
+                if self.layer_config is None and has_layers(block, types_of(block), kind.rotary):
                     self.layer_config = block
         if self.num_modules is not None:
             self._check_count("num_modules", 1, MAX_LAYERS)
@@ -150,22 +160,6 @@ def modules_counted(text: PreTrainedConfig) -> int:
     """How many modules a base's text config says that there are."""
     counts = (getattr(text, name, None) for name in COUNTS)
     return next((count for count in counts if type(count) is int), 0)
-
-
-def block_config(text: PreTrainedConfig, kind: MtpKind) -> PreTrainedConfig:
-    """The config of a model whose only layer is a module's block: the base's last, with attention to all positions."""
-    block = copy.deepcopy(text)
-    block.dtype = None  # the base's, which may be loaded in another
-    for name, value in {"first_k_dense_replace": 0, "decoder_sparse_step": 1, "mlp_only_layers": []}.items():
-        if hasattr(block, name):  # experts, where the base has some
-            setattr(block, name, value)
-    mlps = getattr(text, "mtp_mlp_layer_types", None) or list(getattr(text, "mlp_layer_types", None) or ())[-1:]
-    fields = {"layer_types": ["full_attention"], "mlp_layer_types": mlps[:1], **dict(kind.block)}
-    block.num_hidden_layers = 1
-    for name, value in fields.items():
-        if getattr(block, name, None):
-            setattr(block, name, value)
-    return block
 
 
 class MtpLayer(DecoderLayer):
@@ -187,8 +181,9 @@ class MtpModule(nn.Module):
     def __init__(self, config: MtpConfig, index: int, choices: int) -> None:
         super().__init__()
         self.hidden_first, width = config.hidden_first, config.width
-        how: dict[str, Any] = {"window": config.window, "layer_type": config.layer_type, "first": index}
-        body = MtpLayer(config.own_layer, final_norm=True, **how)
+        how: dict[str, Any] = {"window": config.window, "layer_types": types_of(config.own_layer), "first": index}
+        rotary = MTP_KINDS.get(config.own_layer.model_type, MtpKind()).rotary
+        body = MtpLayer(config.own_layer, ends_with_norm=True, rotary=rotary, **how)
         norm = nn.RMSNorm(width, eps=1e-6) if isinstance(body.norm, nn.Identity) else body.norm
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
@@ -235,7 +230,7 @@ class MtpDrafter(Drafter):
     def copy_from_base(self) -> None:
         """The output norm of the base, and its embeddings and lm_head where the modules have some of their own."""
         super().copy_from_base()
-        final = getattr(dict(self.base.get_decoder().named_children()).get("norm"), "weight", None)
+        final = getattr(final_norm(self.base.get_decoder()), "weight", None)
         for module in self._modules_of():
             if final is not None and (weight := getattr(module.norm, "weight", None)) is not None:
                 copy_if_as_wide(weight, final)
@@ -348,9 +343,7 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
         if modules_from is True or not isinstance(modules_from, str | os.PathLike | None | bool):
             raise ValueError(f"modules_from is {modules_from!r}: expected a folder, a Hub id, or False for fresh ones.")
         if modules_from and is_missing_folder(split_gguf(os.fspath(modules_from))[0]):
-            raise OSError(
-                f"there is no folder {os.fspath(modules_from)!r}: name one that holds the modules of the base."
-            )
+            raise OSError(f"there is no folder {os.fspath(modules_from)!r}: name one that holds the base's modules.")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS & set(kwargs)}
         ranking = None if draft_tokens is None else read_ranking(draft_tokens, **hub)
         if ranking is not None and kwargs.get("draft_vocab_size") is None:

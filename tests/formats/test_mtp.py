@@ -16,6 +16,7 @@ from hf_drafthead.modeling.base_model import auto_class
 from tests.base_table import DEEPSEEK, EXPERTS, GROUPS, LINEAR
 from tests.bases import SIZES, SPECIAL, VOCABULARY, tiny_base
 from tests.families import Family
+from tests.modeling.test_drafters import STEPS, chain, observed, text_and_features
 
 SLIDING = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
 GLM = {"num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, **EXPERTS}
@@ -24,6 +25,17 @@ ERNIE = {**GROUPS, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16
 MIMO_V2 = {**SLIDING, **EXPERTS, "n_routed_experts": 4, "v_head_dim": 8}
 QWEN = {**GROUPS, **LINEAR, "head_dim": 8, "num_hidden_layers": 4}
 QWEN_MOE = {**QWEN, **EXPERTS, "shared_expert_intermediate_size": 16}
+NEMOTRON = {**GROUPS, **EXPERTS, "head_dim": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 4}
+NEMOTRON |= {
+    "n_groups": 2,
+    "n_routed_experts": 4,
+    "moe_shared_expert_intermediate_size": 16,
+    "num_nextn_predict_layers": 1,
+}
+NEMOTRON |= {"hybrid_override_pattern": "M-*E", "mtp_hybrid_override_pattern": "*E"}
+LONGCAT = {"num_layers": 2, "ffn_hidden_size": 48, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+LONGCAT |= {"head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "n_routed_experts": 4, "moe_topk": 2}
+LONGCAT |= {"expert_ffn_hidden_size": 16, "zero_expert_num": 2}
 # By model_type: config fields, how many modules, and a name that the files have for the joining layer of the first.
 KINDS = {
     "deepseek_v3": ({"num_key_value_heads": 4, **DEEPSEEK}, 1, "model.layers.2.eh_proj.weight"),
@@ -34,6 +46,8 @@ KINDS = {
     "exaone_moe": ({**SLIDING, **EXPERTS, "num_shared_experts": 1}, 1, "mtp.fc.weight"),
     "mellum": ({**SLIDING, **EXPERTS}, 1, "mtp.fc.weight"),
     "mimo_v2_flash": (MIMO_V2, 3, "model.mtp.layers.0.eh_proj.weight"),
+    "nemotron_h": (NEMOTRON, 1, "mtp.layers.0.eh_proj.weight"),
+    "longcat_flash": (LONGCAT, 1, "model.mtp.layers.0.eh_proj.weight"),
     "qwen3_next": (QWEN_MOE, 1, "mtp.fc.weight"),
     "qwen3_5_text": (QWEN, 1, "mtp.fc.weight"),
     "qwen3_5_moe_text": (QWEN_MOE, 1, "mtp.fc.weight"),
@@ -100,6 +114,66 @@ def test_modules_are_read_from_the_repository_of_their_base(model_type, tmp_path
     call = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(found.generate(prompt, **call), found.base.generate(prompt, **call))
     assert found.why_no_drafts() is None
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "longcat_flash"])
+@torch.inference_mode()
+def test_a_block_of_another_form_drafts_as_it_is_trained(model_type):
+    drafter = modules_on(model_type).drafter
+    ids, features = text_and_features(drafter, 3, 16)
+    features = features.float()
+    trained = drafter.head_states(features, ids)
+    ends = STEPS["ragged"][-1]
+    drafted = chain(drafter, observed(drafter, features, ids, STEPS["ragged"]), ids, ends, len(trained))
+    for level, logits in enumerate(drafted):
+        for row, end in enumerate(ends):
+            expected = drafter.head_logits(level, trained[level][row, end - 1])
+            torch.testing.assert_close(logits[row], expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+def test_a_block_of_nemotron_is_its_layers_one_behind_the_other(tmp_path):
+    base = base_of("nemotron_h")
+    attention, experts = base.model.layers[2:]
+    own = {f"mtp.layers.0.{name}": tensor for name, tensor in attention.state_dict().items()}
+    base.save_pretrained(tmp_path / "whole")
+    stored = load_file(tmp_path / "whole" / "model.safetensors")
+    root = next(name.partition("layers.3.")[0] for name in stored if "layers.3." in name)
+    own |= {f"mtp.layers.1.{name.removeprefix(f'{root}layers.3.')}": stored[name] for name in stored if ".3." in name}
+    folder = publish(modules_on("nemotron_h"), tmp_path / "base")
+    edit(folder, lambda tensors: {**tensors, **{name: tensor.clone() for name, tensor in own.items()}})
+    found = MtpForCausalLM.from_base(folder, dtype=torch.float32)
+    (module,) = found.drafter.mtp
+    x = torch.randn(2, 7, 32)
+    hidden = attention(x, attention_mask=torch.full((7, 7), -torch.inf).triu(1)[None, None])
+    torch.testing.assert_close(module.body.over_text(x, None), experts(hidden))
+    gradients = []
+    for recomputed in (False, True):
+        found.train()
+        if recomputed:
+            found.gradient_checkpointing_enable()
+        found.zero_grad()
+        ids = torch.arange(3, 15).view(2, 6)
+        states = torch.stack(found.drafter.head_states(torch.linspace(-1, 1, 2 * 6 * 32).view(2, 6, 32), ids))
+        states.sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in module.body.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+    assert all(gradient.any() for gradient in gradients[0])
+
+
+def test_the_attention_of_longcat_is_deepseek_s_with_larger_norms(tmp_path):
+    base = base_of("longcat_flash")
+    theirs = base.model.layers[0].self_attn[0]
+    own = {f"model.mtp.layers.0.self_attn.{name}": tensor.clone() for name, tensor in theirs.state_dict().items()}
+    folder = publish(modules_on("longcat_flash"), tmp_path / "base")
+    edit(folder, lambda tensors: {**tensors, **own})
+    (module,) = MtpForCausalLM.from_base(folder, dtype=torch.float32).drafter.mtp
+    x, positions = torch.randn(2, 7, 32), torch.arange(7)[None]
+    mask = torch.full((7, 7), -torch.inf).triu(1)[None, None]
+    ours, _ = module.body.layer.self_attn(x, position_embeddings=module.body.rotary(x, positions), attention_mask=mask)
+    expected, _ = theirs(x, position_embeddings=base.model.rotary_emb(x, positions), attention_mask=mask)
+    torch.testing.assert_close(ours, expected)
 
 
 def test_only_the_shards_that_hold_modules_are_fetched(glm):
@@ -282,14 +356,16 @@ def test_a_gguf_file_whose_module_is_not_known_is_refused(tmp_path):
 
 
 def test_modules_of_another_form_are_refused_by_name(glm):
-    config = AutoConfig.for_model("nemotron_h", num_hidden_layers=2)
-    edit(glm, lambda tensors: {"mtp.layers.0.eh_proj.weight": torch.zeros(1)})
-    with pytest.raises(ValueError, match="modules for multi-token prediction with several blocks in each"):
+    config = AutoConfig.for_model("glm_moe_dsa", num_hidden_layers=2)
+    edit(glm, lambda tensors: {"model.layers.2.eh_proj.weight": torch.zeros(1)})
+    with pytest.raises(
+        ValueError, match="modules for multi-token prediction with attention that chooses keys by score"
+    ):
         find_modules(str(glm), config, {})
 
 
 @pytest.mark.parametrize("to", ["base", "speculators"])
-@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_5_text", "longcat_flash"])
 def test_export_and_convert_change_nothing(model_type, to, tmp_path):
     model = modules_on(model_type)
     model.base.save_pretrained(tmp_path / "base")
