@@ -8,7 +8,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -66,6 +66,18 @@ class InTurn(nn.ModuleList):
         return x
 
 
+class OfText(nn.Module):
+    """A rotary embedding that takes a position in the text and two in an image, of which text has none of its own."""
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self.rotary = rotary
+
+    def forward(self, x: Tensor, positions: Tensor) -> Any:
+        """Of positions (B or 1, T)."""
+        return self.rotary(x, positions.expand(3, -1, -1))
+
+
 class DecoderLayer(nn.Module):
     """One layer as transformers builds it from a model's config; attention to all positions unless told otherwise.
 
@@ -101,10 +113,10 @@ class DecoderLayer(nn.Module):
         self.window, self.first = window, first
         model = _one_layer_model(config, layer_types, rotary)
         self.layer: Any = InTurn(model.layers) if len(layer_types) > 1 else model.layers[0]
-        attention: Any = getattr(self.layer, "self_attn", None)
+        attention = cast(Any, getattr(self.layer, "self_attn", None))
         if getattr(attention, "store_full_length_kv", False):
             attention.store_full_length_kv = False  # for layers behind it, of which there are none
-        self.rotary: Any = getattr(model, "rotary_emb", None)
+        self.rotary = cast(Any, getattr(model, "rotary_emb", None))
         if not input_norm:
             self.layer.input_layernorm = nn.Identity()
         self.norm = (ends_with_norm and final_norm(model)) or nn.Identity()
@@ -114,6 +126,11 @@ class DecoderLayer(nn.Module):
         # Models with several kinds of layers ask which kind the frequencies are for.
         several = "layer_type" in inspect.signature(type(self.rotary).forward).parameters if self.rotary else False
         self._rotary_kind = {"layer_type": layer_types[0]} if several else {}
+        if hasattr(self.rotary, "mrope_section"):
+            try:
+                self.rotary(torch.zeros(1, 1, config.hidden_size), torch.zeros(1, 1))
+            except IndexError:  # up to transformers 5.17
+                self.rotary = OfText(self.rotary)
 
     def follow(self, base: PreTrainedConfig) -> None:
         """Compute attention and experts as the base does.
