@@ -12,7 +12,7 @@ from transformers.generation import candidate_generator
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.formats import convert_checkpoint, export_checkpoint
 from hf_drafthead.modeling import GemmaAssistantConfig, GemmaAssistantForCausalLM
-from tests.bases import tiny_base
+from tests.bases import EARLIER, tiny_base
 from tests.families import features_of
 
 SIZES = {"vocab_size": 64, "vocab_size_per_layer_input": 64}
@@ -25,6 +25,9 @@ BASES = {
 }
 CLUSTERS = {"all tokens": {}, "clusters": {"use_ordered_embeddings": True}}
 DRAFTS, CLOSE = 4, {"atol": 1e-9, "rtol": 0}
+
+
+of_this_release = pytest.mark.skipif(EARLIER, reason="the generator of earlier releases drafts with other keys")
 
 
 def base_of(which: str = "shared keys", dtype=torch.float64):
@@ -105,6 +108,7 @@ def drafted_here(model, ids, tokens) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(chain, 1), torch.cat(logits, 1)
 
 
+@of_this_release
 @pytest.mark.parametrize("fields", CLUSTERS.values(), ids=CLUSTERS)
 @pytest.mark.parametrize("which", BASES)
 @torch.inference_mode()
@@ -124,6 +128,7 @@ def test_chains_are_those_of_transformers(published, which, fields):
     assert len(chains) > 3  # the texts were told apart
 
 
+@of_this_release
 @torch.inference_mode()
 def test_a_window_of_one_key_less_would_show(published):
     base, assistant, folder = published()
@@ -134,6 +139,7 @@ def test_a_window_of_one_key_less_would_show(published):
     assert (ours - theirs).abs().max() > 1e-3
 
 
+@of_this_release
 @torch.inference_mode()
 def test_the_first_draft_of_a_call_is_that_of_transformers(published):
     base, assistant, folder = published()
@@ -207,10 +213,8 @@ def test_saved_loaded_and_written_back(published, tmp_path):
     export_checkpoint(tmp_path / "again", tmp_path / "back", "transformers")
     back, info = Gemma4AssistantForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not (info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"])
-    with torch.inference_mode():
-        _, theirs = drafted_by_transformers(base, assistant, text(11), 2)
-        _, ours = drafted_by_transformers(base, back, text(11), 2)
-        assert torch.equal(ours, theirs)
+    for name, tensor in assistant.state_dict().items():
+        assert torch.equal(back.state_dict()[name], tensor), name
 
 
 def damaged(folder, **changes) -> None:
