@@ -17,7 +17,7 @@ further under MiMo's names, embedding first.
 
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,11 +125,8 @@ class StoredModules:
         for file in sorted(set(self.files.values())):
             with open_tensors(file) as opened:
                 stored |= {key: opened.get_tensor(key) for key, holder in self.files.items() if holder == file}
-        modules: list[dict[str, Tensor]] = [{} for _ in range(self.count)]
-        for key, (index, name) in self.ours.items():
-            if not key.endswith(SCALE):
-                modules[index][name] = self._plain(key, stored[key], stored.get(key + SCALE))
-        return modules
+        plain = {key: place for key, place in self.ours.items() if not key.endswith(SCALE)}
+        return by_module(self.count, plain, lambda key: self._plain(key, stored[key], stored.get(key + SCALE)))
 
     def _plain(self, key: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
         if scale is not None:
@@ -198,6 +195,21 @@ def modules_in(
                 if (name := _name_here(key, names, root, index, text)) is not None
             }
     return None
+
+
+def by_module(count: int, ours: Mapping[str, tuple[int, str]], tensor: Callable[[str], Any]) -> list[dict[str, Any]]:
+    """Of each module, by the names here, what `tensor` gives for the names there."""
+    modules: list[dict[str, Any]] = [{} for _ in range(count)]
+    for key, (index, name) in ours.items():
+        modules[index][name] = tensor(key)
+    return modules
+
+
+def form_of(modules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Config fields that follow from which tensors there are."""
+    parts = {"own_embeddings": "embed_tokens.weight", "own_lm_heads": "lm_head.weight", "output_norm": "norm.weight"}
+    has = {field: any(part in module for module in modules) for field, part in parts.items()}
+    return {"num_modules": len(modules), **has}
 
 
 def _shards(place: str, hub: Mapping[str, Any]) -> dict[str, str]:
@@ -361,13 +373,7 @@ def own_modules(
         if all(original is not None and same_values(module[name], original) for module in modules if name in module):
             for module in modules:
                 module.pop(name, None)
-    fields = {
-        "num_modules": len(modules),
-        "own_embeddings": any("embed_tokens.weight" in module for module in modules),
-        "own_lm_heads": any("lm_head.weight" in module for module in modules),
-        "output_norm": any("norm.weight" in module for module in modules),
-    }
-    return fields, as_here(config, modules, place)
+    return form_of(modules), as_here(config, modules, place)
 
 
 def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[str, Tensor]] | None:
@@ -382,10 +388,7 @@ def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[
     named = modules_in(tensors, text, DEEPSEEK)
     if named is None:
         return None
-    modules: list[dict[str, Tensor]] = [{} for _ in range(named[0])]
-    for key, (index, name) in named[1].items():
-        modules[index][name] = tensors[key]
-    return modules
+    return by_module(*named, tensors.__getitem__)
 
 
 def named_base(place: str, hub: Mapping[str, Any]) -> str | None:

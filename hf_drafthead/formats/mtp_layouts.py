@@ -17,7 +17,7 @@ from hf_drafthead.formats.base_tensors import read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.eagle import COPIES_OF_BASE
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads
-from hf_drafthead.formats.mtp import MIMO, NAMES, NEMOTRON, QWEN, as_here, as_stored, modules_in
+from hf_drafthead.formats.mtp import MIMO, NAMES, NEMOTRON, QWEN, as_here, as_stored, by_module, form_of, modules_in
 from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
 from hf_drafthead.modeling.decoder_layer import types_of
 from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind
@@ -41,16 +41,8 @@ class BaseModules(Layout):
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         base, reader = text_config_of(source.config), Reader(source.name, source.tensors)
         assert base is not None, "detected by it"
-        count, ours = modules_in(source.tensors, base) or (0, {})
-        modules: list[dict[str, Any]] = [{} for _ in range(count)]
-        for key, (index, name) in ours.items():
-            modules[index][name] = reader.take(key)
-        form = {
-            "num_modules": count,
-            "own_embeddings": "embed_tokens.weight" in modules[0],
-            "own_lm_heads": "lm_head.weight" in modules[0],
-            "output_norm": "norm.weight" in modules[0],
-        }
+        modules = by_module(*(modules_in(source.tensors, base) or (0, {})), reader.take)
+        form = form_of(modules)
         return heads_of(self, reader, MtpConfig(base_config=base, **form), modules, form)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
