@@ -33,11 +33,11 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor, same_values
 from hf_drafthead.formats.gguf import gguf_blocks
 from hf_drafthead.formats.layout import Loss, renamed
-from hf_drafthead.modeling.checkpoint import INDEX, WEIGHTS, fetch_file, map_tensors, refuse_damage
+from hf_drafthead.modeling.checkpoint import INDEX, WEIGHTS, fetch_file, map_tensors
 from hf_drafthead.modeling.decoder_layer import one_layer_config, types_of
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 from hf_drafthead.modeling.gguf_files import split_gguf
-from hf_drafthead.modeling.mtp import MtpConfig, modules_counted
+from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpKind, modules_counted, own_block
 
 Names = tuple[tuple[str, str], ...]
 
@@ -161,10 +161,13 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
     indexed = modules_in(shards, text)
     if indexed is None:
         return None
-    if text.model_type in OTHER_FORMS:
+    form, kind = OTHER_FORMS.get(text.model_type), MTP_KINDS.get(text.model_type, MtpKind())
+    if not kind.rotary and own_block(text, kind) is None:
+        form = f"the layers {text.mtp_layers_block_type}, of which its config counts {modules_counted(text)}"
+    if form is not None:
         raise ValueError(
-            f"{place!r} has modules for multi-token prediction with {OTHER_FORMS[text.model_type]}, which are not "
-            "known here: train heads of another family for it."
+            f"{place!r} has modules for multi-token prediction with {form}, which are not known here: train heads of "
+            "another family for it."
         )
     count, ours = indexed
     files = {}
@@ -282,7 +285,12 @@ def block_as_here(config: MtpConfig, tensors: Mapping[str, Tensor], place: str) 
             f"{place!r} has a module whose block is no {small.model_type!r} layer of the base's sizes "
             f"({in_one_line(error)}): get it again."
         ) from error
-    refuse_damage(place, info)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if wrong := sorted(str(key).removeprefix(layer) for key in info[kind]):
+            raise ValueError(
+                f"{place!r} has a module for multi-token prediction whose block has {kind.replace('_', ' ')} "
+                f"{wrong[:3]} for a {small.model_type!r} layer of the base's sizes: download it again."
+            )
     return {name.removeprefix(layer): tensor for name, tensor in model.state_dict().items() if name.startswith(layer)}
 
 
@@ -300,7 +308,7 @@ def block_as_stored(config: MtpConfig, tensors: Mapping[str, Tensor]) -> dict[st
 
 def as_stored(config: MtpConfig, tensors: Mapping[str, Tensor], names: Names, root: str) -> dict[str, Tensor]:
     """The drafter's tensors under other names: those of a base's files, or of the speculators library."""
-    stored = {}
+    stored: dict[str, Tensor] = {}
     for index in range(config.num_modules or 1):
         prefix = f"mtp.{index}."
         module = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -312,7 +320,9 @@ def as_stored(config: MtpConfig, tensors: Mapping[str, Tensor], names: Names, ro
             theirs = renamed(name, names)
             if theirs is None:
                 raise Loss(f"its modules have {name!r}, for which the target has no name", "train it without")
-            stored[root + _of_module(theirs, index, config.get_text_config())] = tensor
+            there = root + _of_module(theirs, index, config.get_text_config())
+            if stored.setdefault(there, tensor) is not tensor:
+                raise Loss("it has several modules, and the target has names for one", "train it with num_modules=1")
     return stored
 
 
@@ -373,7 +383,10 @@ def own_modules(
         if all(original is not None and same_values(module[name], original) for module in modules if name in module):
             for module in modules:
                 module.pop(name, None)
-    return form_of(modules), as_here(config, modules, place)
+    fields, kind = form_of(modules), config.get_text_config().model_type
+    if kind in NAMES and MTP_KINDS.get(kind, MtpKind()).output_norm and not fields["output_norm"]:
+        raise ValueError(f"{place!r} has modules without the norm behind their block: download it again.")
+    return fields, as_here(config, modules, place)
 
 
 def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[str, Tensor]] | None:

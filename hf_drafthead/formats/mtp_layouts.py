@@ -20,7 +20,7 @@ from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, Save
 from hf_drafthead.formats.mtp import MIMO, NAMES, NEMOTRON, QWEN, as_here, as_stored, by_module, form_of, modules_in
 from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
 from hf_drafthead.modeling.decoder_layer import types_of
-from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind
+from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind, own_block
 
 SERVED = 'vllm serve BASE --speculative-config \'{{"method": "mtp", "num_speculative_tokens": {}}}\''
 
@@ -53,9 +53,9 @@ class BaseModules(Layout):
                 f"a {text.model_type!r} base has no modules of its own, and so no names for them",
                 "export it as speculators",
             )
-        if bool(config.hidden_first) != kind.hidden_first or config.own_layer.model_type != (
-            kind.model_type or text.model_type
-        ):
+        block, own = own_block(text, kind), config.own_layer
+        alike = block is not None and (own.model_type, types_of(own)) == (block.model_type, types_of(block))
+        if bool(config.hidden_first) != kind.hidden_first or not alike:
             raise Loss(
                 "its modules are not of the form that this base has", "train it without hidden_first=, layer_config="
             )

@@ -386,7 +386,7 @@ def _one_layer_model(config: PreTrainedConfig, layer_types: tuple[str, ...], rot
         model = model_class(small)
         parameters = inspect.signature(type(model.layers[0]).forward).parameters
         turned = getattr(model, "rotary_emb", None) is not None and "position_embeddings" in parameters
-        fits = "attention_mask" in parameters and (turned or not rotary)
+        fits = "attention_mask" in parameters and (turned or (not rotary and layer_types[0] in FULL_ATTENTION))
     except (ArithmeticError, AttributeError, KeyError, IndexError, TypeError):
         fits = False
     if not fits:

@@ -143,9 +143,7 @@ class MtpConfig(DraftHeadConfig):
             if self.num_modules is None:
                 self.num_modules = max(modules_counted(text), 1)
             with contextlib.suppress(AttributeError):  # of kinds of layers that follow from other fields
-                block = last_layer_config(text, dict(kind.block), kind.model_type)
-                if self.layer_config is None and has_layers(block, types_of(block), kind.rotary):
-                    self.layer_config = block
+                self.layer_config = self.layer_config or own_block(text, kind)
         if self.num_modules is not None:
             self._check_count("num_modules", 1, MAX_LAYERS)
             self.num_draft_heads = self.num_draft_heads if self.num_modules == 1 else self.num_modules
@@ -160,6 +158,15 @@ def modules_counted(text: PreTrainedConfig) -> int:
     """How many modules a base's text config says that there are."""
     counts = (getattr(text, name, None) for name in COUNTS)
     return next((count for count in counts if type(count) is int), 0)
+
+
+def own_block(text: PreTrainedConfig, kind: MtpKind) -> PreTrainedConfig | None:
+    """The config of the block of a base's modules; None if it is of no form that is known here."""
+    block = last_layer_config(text, dict(kind.block), kind.model_type)
+    types = types_of(block)
+    if not kind.rotary and not (modules_counted(text) and len(types) > 1 and [*types] == block.layer_types):
+        return None  # of a base without modules the config says what they would be all the same
+    return block if has_layers(block, types, kind.rotary) else None
 
 
 class MtpLayer(DecoderLayer):

@@ -267,11 +267,50 @@ def test_copies_of_the_base_are_dropped_and_others_kept(own, glm):
 def test_modules_that_do_not_fit_are_refused(glm):
     name = "model.layers.2.self_attn.q_proj.weight"
     edit(glm, lambda tensors: {**tensors, name: tensors[name][:8].clone()})
-    with pytest.raises(ValueError, match="does not fit its config: mismatched keys|is no 'glm4_moe' layer"):
+    with pytest.raises(ValueError, match="block has mismatched keys|is no 'glm4_moe' layer"):
         MtpForCausalLM.from_base(glm)
     edit(glm, lambda tensors: {key: value for key, value in tensors.items() if key != name})
-    with pytest.raises(ValueError, match="does not fit its config: missing keys"):
+    with pytest.raises(
+        ValueError, match=r"block has missing keys .*q_proj.* for a 'glm4_moe' layer"
+    ):
         MtpForCausalLM.from_base(glm)
+
+
+@pytest.mark.parametrize("pattern", ["*", "*E*E", "*M", "E*", "-*", "M*E"])
+def test_patterns_of_nemotron_that_are_not_attention_and_then_experts_are_refused(pattern, glm):
+    fields = {**SIZES, **SPECIAL, **NEMOTRON, "mtp_hybrid_override_pattern": pattern}
+    config = AutoConfig.for_model("nemotron_h", **fields)
+    assert mtp.own_block(config, mtp.MTP_KINDS["nemotron_h"]) is None
+    assert mtp.MtpConfig(base_config=config).own_layer.model_type == "llama"
+    edit(glm, lambda tensors: {"mtp.layers.0.eh_proj.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"modules for multi-token prediction with the layers \[.*its config counts 1"):
+        find_modules(str(glm), config, {})
+    with pytest.raises(ValueError, match="no decoder layer with rotary positions can be built from a 'nemotron_h'"):
+        MtpForCausalLM.from_base(
+            tiny_base("llama"),
+            modules_from=False,
+            layer_config=AutoConfig.for_model("nemotron_h", **{**fields, "hybrid_override_pattern": "M-*E"}),
+        )
+
+
+def test_a_base_of_nemotron_s_that_counts_no_modules_gets_a_layer_of_a_llama():
+    model = MtpForCausalLM.from_base(tiny_base("nemotron-h"))
+    assert model.config.own_layer.model_type == "llama"
+    assert sum(parameter.numel() for parameter in model.drafter.parameters()) < 20_000
+
+
+@pytest.mark.parametrize("model_type", ["nemotron_h", "qwen3_5_text"])
+def test_several_modules_are_not_written_under_the_names_of_one(model_type, tmp_path):
+    with pytest.raises(ValueError, match="it has several modules, and the target has names for one"):
+        export_checkpoint(modules_on(model_type, num_modules=2), tmp_path / "theirs", "base")
+
+
+def test_a_module_without_its_norm_is_refused(tmp_path):
+    folder = publish(modules_on("nemotron_h"), tmp_path / "base")
+    norm = "mtp.layers.1.final_layernorm.weight"
+    edit(folder, lambda tensors: {name: tensor for name, tensor in tensors.items() if name != norm})
+    with pytest.raises(ValueError, match="has modules without the norm behind their block: download it again"):
+        MtpForCausalLM.from_base(folder)
 
 
 def test_a_damaged_shard_is_one_line(glm):
