@@ -270,9 +270,7 @@ def test_modules_that_do_not_fit_are_refused(glm):
     with pytest.raises(ValueError, match="block has mismatched keys|is no 'glm4_moe' layer"):
         MtpForCausalLM.from_base(glm)
     edit(glm, lambda tensors: {key: value for key, value in tensors.items() if key != name})
-    with pytest.raises(
-        ValueError, match=r"block has missing keys .*q_proj.* for a 'glm4_moe' layer"
-    ):
+    with pytest.raises(ValueError, match=r"block has missing keys .*q_proj.* for a 'glm4_moe' layer"):
         MtpForCausalLM.from_base(glm)
 
 
