@@ -94,7 +94,7 @@ def test_a_variable_does_not_keep_a_method_of_its_name_nor_an_attribute_a_functi
 def test_the_code_of_a_checkpoint_holds_nothing_of_training_formats_and_calibration():
     for family in MODELS:
         text = build_bundle(family)
-        assert len(text.splitlines()) <= 4993
+        assert len(text.splitlines()) <= 5000
         for name in ("head_states", "over_chains", "choose_vocabulary", "FOREIGN"):
             assert name not in text, f"{name} in the code of {family}"
-    assert len(build_bundle("eagle3", frozenset(NEEDED_BY_SOME)).splitlines()) <= 6132
+    assert len(build_bundle("eagle3", frozenset(NEEDED_BY_SOME)).splitlines()) <= 6136
