@@ -17,8 +17,7 @@ LIBRARIES = ("transformers.", "accelerate.", "peft.")  # whose hooks treat every
 
 
 def parts(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and all that it holds, as `modules()` in another order: a call looks at all of them more than once, and
-    the names that `modules()` puts together for each take most of its time."""
+    """A module and all that it holds, each once. `modules()` puts a name together for each, which takes longer."""
     waiting, seen = [module], set()
     while waiting:
         if (part := waiting.pop()) not in seen:

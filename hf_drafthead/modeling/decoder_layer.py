@@ -129,7 +129,7 @@ class DecoderLayer(nn.Module):
         if hasattr(self.rotary, "mrope_section"):
             try:
                 self.rotary(torch.zeros(1, 1, config.hidden_size), torch.zeros(1, 1))
-            except IndexError:  # up to transformers 5.17
+            except IndexError:  # Qwen's up to transformers 5.17
                 self.rotary = OfText(self.rotary)
 
     def follow(self, base: PreTrainedConfig) -> None:
@@ -347,6 +347,8 @@ def one_layer_config(config: PreTrainedConfig, layer_types: tuple[str, ...] = FU
 
 def last_layer_config(config: PreTrainedConfig, fields: dict[str, Any], model_type: str | None) -> PreTrainedConfig:
     """The config of a model whose only layer is like a model's last, with attention to all positions.
+
+    Where the config says of which kinds its modules for multi-token prediction are, it is of these.
 
     Args:
         config: of that model.

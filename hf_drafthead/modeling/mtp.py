@@ -165,7 +165,7 @@ def own_block(text: PreTrainedConfig, kind: MtpKind) -> PreTrainedConfig | None:
     block = last_layer_config(text, dict(kind.block), kind.model_type)
     types = types_of(block)
     if not kind.rotary and not (modules_counted(text) and len(types) > 1 and [*types] == block.layer_types):
-        return None  # of a base without modules the config says what they would be all the same
+        return None  # a Nemotron's config names the layers of modules even where it has none
     return block if has_layers(block, types, kind.rotary) else None
 
 

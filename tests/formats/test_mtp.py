@@ -176,6 +176,25 @@ def test_the_attention_of_longcat_is_deepseek_s_with_larger_norms(tmp_path):
     torch.testing.assert_close(ours, expected)
 
 
+def test_a_rotary_embedding_that_takes_three_positions_is_given_the_text_s(monkeypatch):
+    """As Qwen's are up to transformers 5.17."""
+    model = modules_on("qwen3_5_text")
+    x, kind = torch.randn(2, 7, 32), type(model.drafter.mtp[0].body.rotary)
+    expected = model.drafter.mtp[0].body.over_text(x, None)
+    forward = kind.forward
+
+    def of_three(self, x, positions):
+        if positions.dim() != 3:
+            raise IndexError("too many indices for tensor of dimension 2")
+        return forward(self, x, positions)
+
+    monkeypatch.setattr(kind, "forward", of_three)
+    again = modules_on("qwen3_5_text")
+    assert again.config.own_layer.model_type == "qwen3_5_text"
+    again.drafter.load_state_dict(model.drafter.state_dict())
+    torch.testing.assert_close(again.drafter.mtp[0].body.over_text(x, None), expected)
+
+
 def test_only_the_shards_that_hold_modules_are_fetched(glm):
     (glm / "first.safetensors").unlink()
     stored = find_modules(str(glm), base_of("glm4_moe").config, {})
@@ -274,6 +293,7 @@ def test_modules_that_do_not_fit_are_refused(glm):
         MtpForCausalLM.from_base(glm)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("pattern", ["*", "*E*E", "*M", "E*", "-*", "M*E"])
 def test_patterns_of_nemotron_that_are_not_attention_and_then_experts_are_refused(pattern, glm):
     fields = {**SIZES, **SPECIAL, **NEMOTRON, "mtp_hybrid_override_pattern": pattern}

@@ -25,8 +25,7 @@ from tests.base_table import (
 )
 from tests.bases import EARLIER
 
-# Their rotary embeddings take no positions of two dimensions there, so that heads have other decoder layers.
-# So do earlier releases hand the kinds of all tokens to each step.
+# Earlier releases hand the kinds of all tokens to each step.
 KINDS_OF_ALL = "the model input mm_token_type_ids depends on the step, and the nodes of a tree are of several"
 IN_EARLIER_VERSIONS = dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "qwen3_5"), ("yes", "no", "its own", KINDS_OF_ALL))
 SCALES = re.compile("multiplier|(?<!_variance_)scal|softcap")  # of what a forward computes
