@@ -179,7 +179,7 @@ def test_the_attention_of_longcat_is_deepseek_s_with_larger_norms(tmp_path):
 def test_a_rotary_embedding_that_takes_three_positions_is_given_the_text_s(monkeypatch):
     """As Qwen's are up to transformers 5.17."""
     model = modules_on("qwen3_5_text")
-    x, kind = torch.randn(2, 7, 32), type(model.drafter.mtp[0].body.rotary)
+    x, kind = torch.randn(2, 7, 32), type(model.base.get_decoder().rotary_emb)
     expected = model.drafter.mtp[0].body.over_text(x, None)
     forward = kind.forward
 
