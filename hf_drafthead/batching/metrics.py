@@ -14,7 +14,8 @@ class Metrics:
     """Counts since the manager was made, and means."""
 
     def __init__(self) -> None:
-        self.finished = self.failed = self.steps = self.rows = self.tokens = 0
+        self.finished = self.failed = self.cancelled = self.steps = self.rows = self.tokens = 0
+        self.drafted = self.accepted = 0  # of requests that have ended
         self.first_token = 0.0  # seconds
         self.started = 0.0
         self.began = 0
@@ -38,8 +39,11 @@ class Metrics:
         """A request has its last result."""
         if request.status == RequestStatus.FINISHED:
             self.finished += 1
+        elif request.cancelled:
+            self.cancelled += 1
         else:
             self.failed += 1
+        self.drafted, self.accepted = self.drafted + request.drafted, self.accepted + request.accepted
 
     def values(self) -> dict[str, float]:
         """As JSON takes it."""
@@ -47,8 +51,11 @@ class Metrics:
         return {
             "finished": self.finished,
             "failed": self.failed,
+            "cancelled": self.cancelled,
             "steps": self.steps,
             "tokens": self.tokens,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
             "tokens_per_step": round((self.tokens - self.began) / self.steps, 3) if self.steps else 0.0,
             "tokens_per_step_and_request": round((self.tokens - self.began) / self.rows, 3) if self.rows else 0.0,
             "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,

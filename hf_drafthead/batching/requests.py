@@ -52,6 +52,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
     error: str | None = None
     cancelled: bool = False
     created: float = field(default_factory=time.perf_counter)
@@ -59,8 +61,8 @@ class Request:
     ended: float = -1
 
     def output(self) -> GenerationOutput:
-        """As transformers gives it."""
-        return GenerationOutput(
+        """As transformers gives it, with how many tokens were `drafted`, and how many of these were `accepted`."""
+        output = GenerationOutput(
             request_id=self.request_id,
             prompt_ids=[*self.prompt],
             generated_tokens=[*self.tokens],
@@ -71,14 +73,18 @@ class Request:
             lifespan=(self.began, self.ended),
             timestamps=[*self.times] if self.record_timestamps else None,
         )
+        output.drafted, output.accepted = self.drafted, self.accepted
+        return output
 
     @property
     def finished(self) -> bool:
         """Whether its last result was given."""
         return self.status >= RequestStatus.FINISHED
 
-    def take(self, tokens: Sequence[int], rules: Any = None) -> None:
-        """Note new tokens, and what `rules` have kept of their scores."""
+    def take(self, tokens: Sequence[int], rules: Any = None, nodes: int = 1) -> None:
+        """Note new tokens, of a step with so many nodes, and what `rules` have kept of their scores."""
+        if nodes > 1:
+            self.drafted, self.accepted = self.drafted + nodes - 1, self.accepted + max(len(tokens) - 1, 0)
         if self.keeps_logprobs and rules is not None and rules.keeps_scores:
             for place, token in enumerate(tokens, len(self.tokens)):
                 self.logprobs.append(float(rules.scores[place][0].log_softmax(-1)[token]))

@@ -232,7 +232,7 @@ class Scheduler:
                 continue
             request = member.request
             try:
-                request.take(record.tokens[row][: record.counts[row]], member.rules)
+                request.take(record.tokens[row][: record.counts[row]], member.rules, record.drafted)
                 if member.error is None and member.stream.streamer is not None and batch.state is not None:
                     with member.drawing():
                         member.stream.committed(batch.view(row), member.rules)

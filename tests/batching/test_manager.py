@@ -70,6 +70,7 @@ def test_streaming_gives_a_result_after_every_step(guessing, managed):
     assert all(one == other[: len(one)] for one, other in zip(texts, texts[1:]))
     assert 20 < len(texts) < 150, "several tokens come with a step"
     assert [part.is_finished() for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert parts[-1].drafted > parts[-1].accepted == len(texts[-1]) - len(parts), "a step emits one token beside these"
 
 
 def test_a_request_that_is_cancelled_frees_its_slot_within_a_step(held, guessing):
@@ -85,6 +86,7 @@ def test_a_request_that_is_cancelled_frees_its_slot_within_a_step(held, guessing
     assert result.generated_tokens == expected[: len(result.generated_tokens)] and len(result.generated_tokens) < 20
     assert other.error == "the request was cancelled" and other.generated_tokens == []
     assert manager.metrics()["running"] == manager.metrics()["waiting"] == 0
+    assert (manager.metrics()["cancelled"], manager.metrics()["failed"]) == (2, 0)
 
 
 def test_the_same_id_twice(held):
