@@ -27,7 +27,7 @@ def parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
-    """Of every module what runs when it is called, but for what libraries have put there."""
+    """Of every module what runs when it is called, but for what libraries have put there; and which are trained."""
     every_module = torch.nn.modules.module
     yield from (*every_module._global_forward_hooks.values(), None, *every_module._global_forward_pre_hooks.values())
     for module in parts(base):
@@ -35,6 +35,8 @@ def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
         if forward is None or hasattr(forward, "is_traced_once"):
             forward = type(module).forward
         yield forward
+        if module.training:  # a part alone, such as a dropout that is kept on
+            yield module
         yield from called(module) if "layer_idx" in module.__dict__ else ()  # which may be replaced in a mixer's module
         if module._forward_hooks or module._forward_pre_hooks:
             yield from hooks_of(module)

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from hf_drafthead.bases.errors import Unsupported, out_of_memory
+from hf_drafthead.bases.generators import refusing_draws
 from hf_drafthead.bases.hooks import forwards, of_a_hook
 from hf_drafthead.bases.limits import STATELESS_TYPES, attention_windows
 from hf_drafthead.bases.mixers import UnknownMixer, mixers_of
@@ -42,6 +43,11 @@ def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
     Raises:
         Unsupported: the base crashes on a tree, answers differently, or has attention layers unknown here.
     """
+    with refusing_draws(input_device(base)):
+        return _probe(base, reads)
+
+
+def _probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
     config = base.config.get_text_config(decoder=True)
     mixers = _mixers(base, config)
     windows = attention_windows(config, states=bool(mixers))
@@ -68,6 +74,11 @@ def try_tree(reader: BaseReader, again: bool = False) -> None:
     Raises:
         Unsupported: the base crashes on a tree, or answers differently.
     """
+    with refusing_draws(input_device(reader.base)):
+        _try_tree(reader, again)
+
+
+def _try_tree(reader: BaseReader, again: bool) -> None:
     base, mixers = reader.base, reader.mixers
     past, root, left, right = probe_tokens(base).split((13, 1, 1, 1))
     device = past.device
@@ -91,7 +102,7 @@ def try_tree(reader: BaseReader, again: bool = False) -> None:
     except Unsupported:
         raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
-        if not again and of_a_hook(error, base, try_tree, reader, True):
+        if not again and of_a_hook(error, base, _try_tree, reader, True):
             raise
         raise refusal("the base cannot verify a tree", error) from error
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.generators import refusing_draws
 from hf_drafthead.bases.hooks import is_hooked, of_a_hook
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.probe import off_by, refusal
@@ -65,6 +66,13 @@ def read_and_try(
     Raises:
         Unsupported: the base crashes, or answers differently.
     """
+    with refusing_draws(reader.base.device):
+        return _read_and_try(reader, prompt, cache)
+
+
+def _read_and_try(
+    reader: BaseReader, prompt: PromptInputs, cache: SlotCache
+) -> tuple[torch.Tensor, torch.Tensor, BaseReader]:
     said = f"with the model input {', '.join(prompt.unusual)} the base"
     if prompt.unusual in reader.refused:
         raise Unsupported(reader.refused[prompt.unusual])

@@ -21,13 +21,13 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_drafthead.bases.limits import position_table
-from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.batching.plans import Plans
 from hf_drafthead.batching.requests import Request, config_value, with_config
 from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
+from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.settings import DraftSettings
 
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
@@ -202,7 +202,7 @@ class Manager:
         if seed is None and self._seeds is not None:
             seed = int(torch.randint(1 << 62, (), generator=self._seeds))
         if sampled or request.objects or seed is not None:
-            request.noise = RequestNoise(device_of(self.model), seed)
+            request.random = RandomNumbers.of_request(device_of(self.model), seed)
 
     def add_requests(
         self,

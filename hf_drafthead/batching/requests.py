@@ -15,9 +15,9 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE
-from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.batching.step import Member
 from hf_drafthead.generation.decoding import Stream, prefill
+from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import DecodingState
 
@@ -33,7 +33,7 @@ class Request:
         request_id: as its results name it.
         prompt: P token ids.
         settings: arguments of the model's `generate`, `generation_config` among them.
-        noise: where it draws from.
+        random: its numbers; None where it draws none.
         number: counts requests in the order in which they came.
         streaming: give a result after every step.
         record_timestamps: note when each token came.
@@ -43,7 +43,7 @@ class Request:
     request_id: str
     prompt: list[int]
     settings: dict[str, Any]
-    noise: RequestNoise | None
+    random: RandomNumbers | None
     number: int = 0
     streaming: bool = False
     record_timestamps: bool = False
@@ -120,8 +120,6 @@ def begin(
     if settings.get("custom_generate") is not None:
         raise Unsupported("custom_generate is given")
     streamer = settings.pop("streamer", None)
-    draws = request.noise if request.objects else None
-    generator = request.noise.generator() if request.noise is not None and draws is None else None
     if request.keeps_logprobs:
         settings |= {"output_scores": True, "return_dict_in_generate": True}
 
@@ -140,11 +138,11 @@ def begin(
         stream = Stream(streamer, rules)
         stream.begin(input_ids)
         stream.show(state.rows.sequences[:, input_ids.shape[1]])
-        return Member(request, rules, stream, state, input_ids.shape[1], draws)
+        return Member(request, rules, stream, state, input_ids.shape[1])
 
-    with contextlib.nullcontext() if draws is None else draws.in_process():
-        tokens, settings = prompt_of(request, settings, device)
-        member: Member = model.begin_shared(tokens, plan, prefilled, generator=generator, streamer=streamer, **settings)
+    tokens, settings = prompt_of(request, settings, device)
+    random = {"random": request.random, "streamer": streamer}
+    member: Member = model.begin_shared(tokens, plan, prefilled, **random, **settings)
     if member.state is not None:
         new = member.state.rows.sequences[0, member.prompt_length : member.state.lengths[0]]
         request.take(new.tolist(), member.rules)
@@ -176,7 +174,7 @@ def decode_alone(model: Any, request: Request, device: torch.device) -> None:
     settings["stopping_criteria"] = StoppingCriteriaList(
         [*(settings.get("stopping_criteria") or []), Cancelled(request)]
     )
-    with contextlib.nullcontext() if request.noise is None else request.noise.in_process():
+    with contextlib.nullcontext() if request.random is None else request.random.lent(at_once=True):
         tokens, settings = prompt_of(request, settings, device)
         output = model.generate(tokens, **settings)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences

@@ -234,8 +234,7 @@ class Scheduler:
             try:
                 request.take(record.tokens[row][: record.counts[row]], member.rules, record.drafted)
                 if member.error is None and member.stream.streamer is not None and batch.state is not None:
-                    with member.drawing():
-                        member.stream.committed(batch.view(row), member.rules)
+                    member.stream.committed(batch.view(row), member.rules)
             except BaseException as error:
                 member.error = error
             if member.error is not None or batch.ended(row):
@@ -312,10 +311,8 @@ class Scheduler:
     def _close(self, member: Member) -> None:
         """End the request of a member that is in no slot any more."""
         try:
-            with member.drawing():
-                member.rules.close()
-                if member.stream.streamer is not None and member.error is None:
-                    member.stream.streamer.end()
+            if member.error is None:
+                member.stream.end()
         except BaseException as error:
             member.error = member.error or error
         self._end(member.request, member.error)

@@ -5,7 +5,6 @@ Shapes: B rows, N nodes, D nodes on the longest path, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from hf_drafthead.bases.topology import Topology
-from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.batching.rows import view
 from hf_drafthead.generation.acceptance import walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.decoding import Stream
@@ -33,7 +31,7 @@ class Member:
     """A request in the batch.
 
     request: whose tokens these are; rules, stream: of its call; state: of its row alone, until it joins and while it is
-    set aside; draws: where objects of the user's draw from, which may be none; error: what has ended it.
+    set aside; error: what has ended it.
     """
 
     request: Any
@@ -41,13 +39,8 @@ class Member:
     stream: Stream
     state: DecodingState | None
     prompt_length: int
-    draws: RequestNoise | None = None
     error: BaseException | None = None
     noise: torch.Tensor | None = field(default=None, repr=False)
-
-    def drawing(self) -> contextlib.AbstractContextManager[None]:
-        """Around whatever may draw for this request."""
-        return contextlib.nullcontext() if self.draws is None else self.draws.in_process()
 
 
 class SharedStep(Step):
@@ -70,8 +63,7 @@ class SharedStep(Step):
             if member is None or member.rules.tape is None:
                 continue
             try:
-                with member.drawing():
-                    noise = member.rules.noise_ahead([state.lengths[row]], [0], self.depth, vocabulary)
+                noise = member.rules.noise_ahead([state.lengths[row]], [0], self.depth, vocabulary)
                 assert noise is not None
                 member.noise = noise.to(self.device)
                 tilts[row] = member.rules.tilt(noise)[0]
@@ -94,8 +86,7 @@ class SharedStep(Step):
             walk: RowWalk = (0, 0, state.ends[row], [], [])
             if member is not None and member.error is None and not self._is_on_device(member):
                 try:
-                    with member.drawing():
-                        walk = self._walk_row(state, row, member, candidates, logits[row : row + 1])
+                    walk = self._walk_row(state, row, member, candidates, logits[row : row + 1])
                 except BaseException as error:  # of a processor, a criterion, a streamer: it ends this request alone
                     member.error = error
             walks.append(walk)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from hf_drafthead.bases.generators import generator_of
 from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
 from hf_drafthead.evaluation.calls import as_tokens, drafted, new_rows, steps_of
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted
-from hf_drafthead.generation.rules import generator_of
 from hf_drafthead.trees.rank_paths import left_padded
 
 Tokens = list[int]

@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig
-from transformers.generation.streamers import BaseStreamer
+from transformers.generation.streamers import (
+    AsyncTextIteratorStreamer,
+    BaseStreamer,
+    TextIteratorStreamer,
+    TextStreamer,
+)
 
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.limits import position_table
@@ -27,6 +32,7 @@ from hf_drafthead.bases.releases import CACHE, prompt_inputs
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.unusual_inputs import PromptInputs, read_and_try
 from hf_drafthead.generation.lookup import accepted_copies, matches
+from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan, DraftSwitch
@@ -43,6 +49,7 @@ from hf_drafthead.generation.step import Step, now
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, copies_alone
 
 FIRST_ROOM = 512  # new positions for which memory is taken at first
+STREAMERS = (TextStreamer, TextIteratorStreamer, AsyncTextIteratorStreamer)
 FAR = 1 << 40  # where nothing limits a length
 
 
@@ -247,25 +254,37 @@ def _prepared(
     return PromptInputs(input_ids, arguments, inputs, next_position - past, visible)
 
 
+def may_draw(streamer: BaseStreamer | None) -> bool:
+    """Whether a streamer may draw random numbers: none of transformers' own does."""
+    return streamer is not None and type(streamer) not in STREAMERS
+
+
 class Stream:
     """Gives a streamer the prompt and every committed token, one put per position as in transformers."""
 
     def __init__(self, streamer: BaseStreamer | None, rules: Rules):
         self.streamer, self.position, self.rules = streamer, 0, rules
+        self.random = rules.random if may_draw(streamer) else RandomNumbers()
 
     def begin(self, input_ids: torch.Tensor) -> None:
         """Put the prompt (B, P)."""
         self.position = input_ids.shape[1]
         if self.streamer is not None:
-            with self.rules.showing(self.position - 1):
+            with self.random.lent():
                 self.streamer.put(input_ids.cpu())
 
     def show(self, tokens: torch.Tensor) -> None:
         """Put the next position (B,)."""
         if self.streamer is not None:
-            with self.rules.showing(self.position):
+            with self.random.lent():
                 self.streamer.put(tokens.cpu())
             self.position += 1
+
+    def end(self) -> None:
+        """Say that there is no more."""
+        if self.streamer is not None:
+            with self.random.lent():
+                self.streamer.end()
 
     def committed(self, state: DecodingState, rules: Rules) -> None:
         """Put every position that all rows have reached and that was not shown yet."""
@@ -282,11 +301,8 @@ def finish(
 ) -> DraftHeadGenerateOutput | torch.Tensor:
     """What the base's generate would return, in its form."""
     length = max(end for end in state.ends if end is not None)
-    if rules.tape is not None:
-        rules.tape.chosen = length - state.prompt_length
-    rules.close()
-    if stream.streamer is not None:
-        stream.streamer.end()
+    rules.random.chosen(length - state.prompt_length)
+    stream.end()
     sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
     in_dict = rules.config.return_dict_in_generate
     if in_dict or getattr(ordinary_cache, "_is_user_defined", False):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import reprlib
@@ -12,6 +11,7 @@ from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode, StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -19,15 +19,16 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.hooks import is_hooked
+from hf_drafthead.bases.hooks import is_hooked, parts
 from hf_drafthead.bases.limits import check_length
 from hf_drafthead.bases.ordinary_caches import can_load, rows_of
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.probe import circumstances, probe, try_tree
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE, mask_length, with_cache
-from hf_drafthead.generation.decoding import decode
+from hf_drafthead.generation.decoding import decode, may_draw
 from hf_drafthead.generation.lookup import TextIndex
+from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, CalibrationKey, Costs, DraftPlan, DraftSettings
@@ -149,11 +150,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         Raises:
             TypeError, ValueError: a setting that does not fit, or an empty prompt.
         """
-        prompt = inputs if inputs is not None else kwargs.get("input_ids")
-        if prompt is not None and kwargs.get("inputs_embeds") is None and prompt.shape[-1] == 0:
-            raise ValueError(
-                "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
-            )
+        _refuse_no_prompt(kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("inputs_embeds"))
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
@@ -180,11 +177,13 @@ class DraftHeadGenerationMixin(GenerationMixin):
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             **kwargs,
         }
+        random = RandomNumbers()
         try:
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
             _check_call(self.base, drafting, assistant_model, synced_gpus)
             loop = self._loop(
+                random=random,
                 reader=self._base_reader(),
                 plan=None if draft_tree in (None, AUTO) and self.drafter.copies is None else plan,
                 settings=settings,
@@ -198,7 +197,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
             call_of_loop |= _stop_strings_as_criterion(drafting, stopping_criteria, kwargs)
             return self.base.generate(inputs, custom_generate=loop, **call_of_loop)
         except Unsupported as reason:
+            random.undo()
             logger.warning_once(f"Draft heads are not used, the base decodes by itself: {reason}.")
+        finally:
+            random.close()
         output = self.base.generate(
             inputs,
             stopping_criteria=stopping_criteria,
@@ -248,7 +250,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         stopping_criteria=None,
         prefix_allowed_tokens_fn=None,
         streamer=None,
-        generator: torch.Generator | None = None,
+        random: RandomNumbers | None = None,
         generation_config: GenerationConfig | None = None,
         **kwargs: Any,
     ) -> T:
@@ -258,7 +260,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             inputs: (1, P) prompt.
             plan: how the steps draft that are to follow.
             run: takes what `decode` takes.
-            generator: that the call draws from in the place of the process's; a state of its own.
+            random: that the call draws.
 
         Raises:
             Unsupported: the call cannot draft; nothing of the user's was called with a token.
@@ -270,7 +272,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         config.__dict__.pop("calibration", None)
         config = config.without("prompt_lookup_num_tokens")
         _check_call(self.base, config, kwargs.get("assistant_model"), None)
-        ours = {"plan": plan, "execution": Execution("eager"), "generator": generator, "run": run}
+        ours = {"plan": plan, "execution": Execution("eager"), "random": random or RandomNumbers(), "run": run}
         call = {"generation_config": config, "logits_processor": logits_processor, **kwargs}
         call |= _stop_strings_as_criterion(config, stopping_criteria, kwargs)
         loop = self._loop(reader=self._base_reader(), streamer=streamer, **ours)
@@ -315,7 +317,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
             _check_call(self.base, self._merged_config(None, {})[0], None, None)
             copies = self.drafter.copies
             plan = DraftPlan(DraftTree([(0,)]) if copies is None else DraftTree.root_alone())
-            loop = self._loop(reader=reader, plan=plan, copies=copies, execution=Execution("eager"))
+            loop = self._loop(
+                reader=reader, plan=plan, copies=copies, execution=Execution("eager"), random=RandomNumbers()
+            )
             self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
         except Unsupported as reason:
             return str(reason)
@@ -326,14 +330,14 @@ class DraftHeadGenerationMixin(GenerationMixin):
     def _base_reader(self) -> BaseReader:
         """How to run this base, probed once for each base and what its answers depend on."""
         base = self.base
-        if base.training or self.drafter.training:  # dropout would draw from the generator that sampling uses
+        drafter = parts(self.drafter) if isinstance(self.drafter, nn.Module) else (self.drafter,)
+        if base.training or any(module.training for module in drafter):
             raise Unsupported("the model is in training mode, call model.eval() first")
-        self.drafter.prepare()
         probed, readers = self.__dict__.get("_readers", ((), {}))
-        parts = (base, base.get_output_embeddings())  # an adapter may replace the second
-        if [*map(id, probed)] != [*map(id, parts)]:  # by identity, which a copy of the whole model keeps
+        asked = (base, base.get_output_embeddings())  # an adapter may replace the second
+        if [*map(id, probed)] != [*map(id, asked)]:  # by identity, which a copy of the whole model keeps
             readers = {}
-            self.__dict__["_readers"] = (parts, readers)
+            self.__dict__["_readers"] = (asked, readers)
         key = (self.drafter.reads, *circumstances(base))
         if key not in readers:
             while len(readers) >= MOST_READERS:
@@ -348,6 +352,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             try_tree(readers[key])  # a hook may do something else in every call
         if isinstance(readers[key], str):
             raise Unsupported(readers[key])
+        self.drafter.prepare()
         return readers[key]
 
     def _loop(self, **ours: Any) -> Callable[..., Any]:
@@ -368,7 +373,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         texts=None,
         streamer=None,
         on_step=None,
-        generator=None,
+        random=None,
         run=decode,
         **call,
     ):
@@ -378,7 +383,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             plan: of a call that names its tree; None where what was measured, and `settings`, choose one.
             copies: how many tokens of the text each step copies, where the call asks for that.
             texts: others to copy from.
-            generator: see `Rules`.
+            random: numbers of the call.
             run: what decodes, or takes over what was prepared for it.
         """
         processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
@@ -418,13 +423,20 @@ class DraftHeadGenerationMixin(GenerationMixin):
             device=input_ids.device,
             samples=config.do_sample and acceptance != "typical",
             rejects=acceptance == "rejection",
-            generator=generator,
+            streams=may_draw(streamer),
+            random=random,
         )
         returned = config.return_dict_in_generate or getattr(past, "_is_user_defined", False)
         if reader.mixers and rules.overruns and returned:
             raise Unsupported("rows go on behind their ends without padding, and a state cannot go back", lasting=False)
-        with contextlib.closing(rules):
-            return run(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
+        return run(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
+
+
+def _refuse_no_prompt(prompt: torch.Tensor | None, embeddings: torch.Tensor | None) -> None:
+    if prompt is not None and embeddings is None and prompt.shape[-1] == 0:
+        raise ValueError(
+            "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
+        )
 
 
 def _batching() -> Any:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +28,7 @@ from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 
 from hf_drafthead.bases.topology import Topology
+from hf_drafthead.generation.noise import NoiseTape, RandomNumbers
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
 
 # They look at nothing but a row's scores.
@@ -80,10 +80,10 @@ class Rules:
     device: torch.device  # of the caller's token ids, where processors and criteria look at them
     samples: bool
     rejects: bool = False  # samples by rejection, from noise of its own
-    generator: torch.Generator | None = None  # of the call's own, in the place of the process's
+    streams: bool = False  # to an object that may draw
+    random: RandomNumbers = field(default_factory=RandomNumbers)
     scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     logits: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
-    tape: NoiseTape | None = None
 
     def __post_init__(self):
         config = self.config
@@ -95,16 +95,19 @@ class Rules:
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
         types_of = {type(criterion) for criterion in self.criteria}
+        # the base draws for all rows at once, behind what an object has drawn that it has shown a token of all rows
+        self.drawn_between = self.samples and self.streams
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
         self.on_device = (
             self.scores_only
-            and not (self.keeps_scores or self.keeps_logits)
+            and not (self.keeps_scores or self.keeps_logits or self.drawn_between)
             and types_of.issubset(CRITERIA_ON_DEVICE)
             and self.max_length is not None
         )
         self.greedy = self.on_device and not (self.samples or self.processors)
         self.lockstep = self.batch_size == 1 or not (
-            all(type(processor) in ROW_BY_ROW or hasattr(processor, "for_rows") for processor in self.processors)
+            not self.drawn_between
+            and all(type(processor) in ROW_BY_ROW or hasattr(processor, "for_rows") for processor in self.processors)
             and types_of.issubset(CRITERIA_ROW_BY_ROW)
             # what the base says of padding behind the end of a row is asked for as well
             and not (self.pads and (self.keeps_scores or self.keeps_logits))
@@ -113,34 +116,18 @@ class Rules:
         self.overruns = not (self.pads or self.lockstep or types_of <= {criteria.MaxLengthCriteria})
         ends = [c.eos_token_id.flatten() for c in self.criteria if isinstance(c, criteria.EosTokenCriteria)]
         self.eos_tokens = sorted({token for tokens in ends for token in tokens.tolist()})
-        self.draws_ahead = self.on_device or not self.lockstep
         warpers = (p for p in self.processors if isinstance(p, processors.TemperatureLogitsWarper))
         self.temperature = math.prod(warper.temperature for warper in warpers)
+        known = all(type(processor) in ROW_BY_ROW for processor in self.processors)
+        self.asks_others = self.lockstep and not (known and types_of.issubset(CRITERIA_ROW_BY_ROW))
+        self.generator = self.random.begin(self.device) if self.samples and self.rejects else None
         if self.samples and not self.rejects:
-            with GENERATOR:  # no other call begins where this one does
-                self.tape = NoiseTape(self.batch_size, self.device, self.generator)
-                if self.draws_ahead:
-                    self.tape.park()
+            self.random.sample(self.batch_size, self.device)
 
     @property
-    def _follows(self) -> bool:
-        """Whether a processor or a streamer of the user has drawn from the generator, so that this call draws there."""
-        on_host = self.lockstep and (not self.on_device or self.device.type == "cpu")
-        return on_host and self.tape is not None and self.tape.shared
-
-    def close(self) -> None:
-        """Leave the process's generator where the base's call would, as the call ends, also by an exception."""
-        if self.tape is not None:
-            self.tape.leave(self.tape.chosen)
-
-    @contextlib.contextmanager
-    def showing(self, position: int) -> Iterator[None]:
-        """Meanwhile the process's generator stands where the base has it when it hands on the token at a position."""
-        if self.tape is not None:
-            self.tape.leave(position + 1 - self.prompt_length)
-        yield
-        if self.tape is not None and self.draws_ahead:
-            self.tape.park()
+    def tape(self) -> NoiseTape | None:
+        """The noise of the base's sampling; None where it does not sample, or by rejection."""
+        return self.random.tape
 
     def choose(
         self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
@@ -154,7 +141,8 @@ class Rules:
             lengths: B of them; in lockstep all are alike.
         """
         logits = logits.to(sequences.device, torch.float32, copy=True)
-        scores = self._process(rows, logits, sequences, lengths)
+        with self.random.lent() if self.asks_others else contextlib.nullcontext():
+            scores = self._process(rows, logits, sequences, lengths)
         if self.keeps_scores:
             self._keep(self.scores, rows, scores, lengths)
         if self.keeps_logits:
@@ -163,15 +151,12 @@ class Rules:
             return scores.argmax(-1)
         chances = scores.softmax(-1)
         if self.tape is None:
-            return torch.multinomial(chances, num_samples=1)[:, 0]
+            return torch.multinomial(chances, num_samples=1, generator=self.generator)[:, 0]
         if not chances.isfinite().all():
             raise RuntimeError(NOT_A_DISTRIBUTION)
-        latest = max(lengths[row] for row in rows) - self.prompt_length
-        if self.draws_ahead and not self._follows:
-            noise = torch.stack([self.tape.noise(lengths[row] - self.prompt_length, chances)[row] for row in rows])
-        else:
-            noise = self.tape.next(latest, chances)
-        self.tape.chosen = max(self.tape.chosen, latest + 1)
+        positions = [lengths[row] - self.prompt_length for row in rows]
+        noise = torch.stack([self.tape.noise(position, chances)[row] for row, position in zip(rows, positions)])
+        self.random.chosen(max(self.random.position, *(position + 1 for position in positions)))
         return (chances / noise).argmax(-1)
 
     def choose_everywhere(
@@ -206,17 +191,18 @@ class Rules:
             vocabulary: V.
         """
         if self.rejects:
-            return torch.empty(self.batch_size, depth, vocabulary, device=self.device).exponential_(1)
+            fresh = torch.empty(self.batch_size, depth, vocabulary, device=self.device)
+            return fresh.exponential_(1, generator=self.generator)
         tape = self.tape
         if tape is None:
             return None
         latest = max(lengths)
-        if self._follows:  # what will be drawn next is not known: ones, by which no guess gains
+        if self.random.moved:  # what will be drawn next is not known: ones, by which no guess gains
             return torch.ones(self.batch_size, depth, vocabulary, device=self.device)
         firsts = [(lengths[row] if row in moving else latest) - self.prompt_length for row in range(len(lengths))]
         noise = tape.ahead(firsts, depth)
         tape.forget(min(firsts))
-        tape.chosen = latest - self.prompt_length
+        self.random.chosen(latest - self.prompt_length)
         return noise
 
     def tilt(self, noise: torch.Tensor) -> torch.Tensor:
@@ -267,7 +253,8 @@ class Rules:
             return [token in self.eos_tokens or lengths[row] >= self.max_length for row, token in zip(rows, newest)]
         if self.lockstep:
             scores = tuple(self.scores) if self.keeps_scores else None
-            return self.criteria(sequences[:, : max(lengths)], scores).tolist()
+            with self.random.lent() if self.asks_others else contextlib.nullcontext():
+                return self.criteria(sequences[:, : max(lengths)], scores).tolist()
         answers = torch.zeros(len(rows), dtype=torch.bool)
         for length, places in _by_length(rows, lengths).items():
             answers[places] = self.criteria(sequences[[rows[place] for place in places], :length], None).cpu()
@@ -295,165 +282,6 @@ class Rules:
             while len(by_position) <= position:
                 by_position.append(value.new_zeros(self.batch_size, value.shape[-1]))
             by_position[position][row] = value
-
-
-class NoiseTape:
-    """The exponential noise of the base's sampling, position by position, drawn ahead of the base's own choices.
-
-    `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws it
-    from a generator of the call's own, which begins where the process's generator stands, and remembers the state
-    before each position: every noise is drawn once, a row that lags can have its position's noise drawn again, and the
-    process's generator can be left where the base would leave it. Positions that every row has left behind are
-    forgotten.
-
-    A call may have a generator that nobody else draws from, which then stands in the place of the process's.
-
-    Other threads draw from the process's generator as well. While a call draws ahead of it, it stands elsewhere
-    (`park`), so that nobody draws the same noise; and where somebody has moved it, it is left alone.
-    """
-
-    KEPT = 32  # positions whose noise is held; older ones are redrawn from their state
-
-    def __init__(self, batch_size: int, device: torch.device, call_generator: torch.Generator | None = None):
-        self.batch_size = batch_size
-        self.process = generator_of(device) if call_generator is None else call_generator
-        self.parks = call_generator is None
-        self.generator = torch.Generator(self.process.device)
-        self.newest = 0  # position that is drawn next
-        self.chosen = 0  # positions at which a token was chosen
-        self.left_at = self._stands()  # where this call has left the process's generator
-        self.states: dict[int, torch.Tensor] = {0: self.left_at}  # before every position drawn, and after the last one
-        self.drawn: dict[int, torch.Tensor] = {}
-        self.shared = False  # whether somebody else has drawn from the process's generator meanwhile
-        self._parked: torch.Tensor | None = None
-
-    def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        """(B, V) noise of a position, counted from 0; `like` gives V and dtype."""
-        while self.newest <= position:
-            self._restore(self.states[self.newest])
-            self.drawn[self.newest] = self._draw(like, self.generator)
-            self.drawn.pop(self.newest - self.KEPT, None)
-            self.newest += 1
-            self.states[self.newest] = self._state()
-        if position in self.drawn:
-            return self.drawn[position]
-        self._restore(self.states[position])
-        return self._draw(like, self.generator)
-
-    def ahead(self, firsts: list[int], depth: int) -> torch.Tensor:
-        """(B, D, V) noise of D positions from each row's first, once that of any position was drawn."""
-        like = next(reversed(self.drawn.values()))
-        rows = [[self.noise(first + more, like)[row] for more in range(depth)] for row, first in enumerate(firsts)]
-        return torch.stack([torch.stack(row) for row in rows])
-
-    def next(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        """As `noise`, and leaves the process's generator behind this draw, as the base does.
-
-        Once somebody else has drawn from it the noise comes from there, as the base's.
-        """
-        with GENERATOR:
-            if self._moved():
-                return self._draw(like, self.process)
-            noise = self.noise(position, like)
-            self._leave_at(self.states[position + 1])
-            return noise
-
-    def forget(self, position: int) -> None:
-        """No row will ask for what lies before this position."""
-        for earlier in [earlier for earlier in self.states if earlier < position]:
-            del self.states[earlier]
-
-    def leave(self, positions: int) -> None:
-        """Leave the process's generator, where it is parked, as it was after the first `positions` draws."""
-        with GENERATOR:
-            if self.left_at is self._parked and not self._moved():
-                self._leave_at(self.states[positions])
-
-    def park(self) -> None:
-        """Let others that draw from the process's generator meanwhile draw other noise."""
-        if not self.parks:
-            return
-        with GENERATOR:
-            if self._parked is None:
-                self.generator.manual_seed(_hash_of(self.left_at) % (1 << 62))
-                self._parked = self.generator.get_state()
-            if not self._moved():
-                self._leave_at(self._parked)
-
-    def _moved(self) -> bool:
-        self.shared = self.shared or not torch.equal(self._stands(), self.left_at)
-        return self.shared
-
-    def _stands(self) -> torch.Tensor:
-        """Where the process's generator stands, once a compilation's putting it back is undone."""
-        state = self.process.get_state()
-        left = LEFT.get(self.process) if self.parks else None
-        if left is not None and _hash_of(state) in left.earlier:
-            state = left.last
-            self.process.set_state(state)
-        return state
-
-    def _leave_at(self, state: torch.Tensor) -> None:
-        self.left_at = state
-        if self.parks and self.process in LEFT:
-            LEFT[self.process].go_on(state)
-        self.process.set_state(state)
-
-    def _draw(self, like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        noise = like.new_empty(self.batch_size, like.shape[-1], device=generator.device)
-        return noise.exponential_(1, generator=generator)
-
-    def _state(self):
-        return self.generator.get_state()
-
-    def _restore(self, state):
-        self.generator.set_state(state)
-
-
-class Left:
-    """Where calls leave a process's generator while a program is compiled: last, and at which states before."""
-
-    def __init__(self, state: torch.Tensor):
-        self.last, self.earlier = state, set[int]()
-
-    def go_on(self, state: torch.Tensor) -> None:
-        self.earlier.add(_hash_of(self.last))
-        self.earlier.discard(_hash_of(state))
-        self.last = state
-
-
-LEFT: dict[torch.Generator, Left] = {}  # of the generators that compilations may put back
-
-
-@contextlib.contextmanager
-def not_put_back(device: torch.device) -> Iterator[None]:
-    """Around a compilation, of which there is one at a time: dynamo puts the process's generators back to where they
-    stood as it began. Calls of other threads that begin meanwhile would write what others wrote: they undo it."""
-    generators = {generator_of(device), generator_of(torch.device("cpu"))}
-    with GENERATOR:
-        LEFT.update({generator: Left(generator.get_state()) for generator in generators})
-    try:
-        yield
-    finally:
-        with GENERATOR:
-            for generator in generators:
-                left = LEFT.pop(generator)
-                if _hash_of(generator.get_state()) in left.earlier:
-                    generator.set_state(left.last)
-
-
-def _hash_of(state: torch.Tensor) -> int:
-    return hash(state.numpy().tobytes())
-
-
-GENERATOR = threading.RLock()  # of all calls: where the process's generator stands is looked at and changed together
-
-
-def generator_of(device: torch.device) -> torch.Generator:
-    """The random generator that sampling on a device draws from."""
-    if device.type != "cuda":
-        return torch.default_generator
-    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
 
 
 def _by_length(rows: Iterable[int], lengths: list[int]) -> dict[int, list[int]]:

@@ -24,6 +24,7 @@ from transformers import CompileConfig, GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import DoesNotFit, out_of_memory
+from hf_drafthead.bases.generators import not_put_back
 from hf_drafthead.bases.hooks import is_hooked
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import BUCKET, SLOTS, rounded_up
@@ -41,7 +42,6 @@ from hf_drafthead.generation.programs import (
     tensors_of,
     written,
 )
-from hf_drafthead.generation.rules import not_put_back
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows
 from hf_drafthead.generation.step import MOST_PENDING, Stages, Step, shortage_undone
 from hf_drafthead.generation.tree import DraftTree, Tree, smaller

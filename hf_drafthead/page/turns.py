@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import torch
 
-from hf_drafthead.generation.rules import generator_of
+from hf_drafthead.bases.generators import generator_of
 from hf_drafthead.trees.timing import wait
 
 SLICE = 0.05  # seconds of a turn: long against the hand-over, short against what a reader notices

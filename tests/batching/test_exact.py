@@ -11,8 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.batching.noise import RequestNoise
 from hf_drafthead.generation import runner
+from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, asked, final, prompt
@@ -308,7 +308,7 @@ def test_without_a_seed_the_noise_is_that_of_a_call_that_begins_now(guessing, ma
 def test_without_seeds_the_numbers_are_the_same_in_every_process():
     """So that a run that begins with `torch.manual_seed` can be repeated."""
     torch.manual_seed(3)
-    RequestNoise(torch.device("cpu"))
+    RandomNumbers.of_request(torch.device("cpu"))
     assert torch.initial_seed() == 33493538459992543
 
 
@@ -328,15 +328,15 @@ def no_copy(self, row, other):
     self.extent = max(self.extent, other.extent)
 
 
-def one_seed(self):
-    """In the place of `RequestNoise.generator`."""
+def one_seed(self, device):
+    """In the place of `RandomNumbers.begin`."""
     return torch.Generator().manual_seed(1)
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "where, name, fault",
-    [(SlotCache, "put_row", no_copy), (RequestNoise, "generator", one_seed)],
+    [(SlotCache, "put_row", no_copy), (RandomNumbers, "begin", one_seed)],
     ids=["keys stay where they were", "one seed for all"],
 )
 def test_the_law_can_fail(where, name, fault, guessing, managed, monkeypatch):

@@ -10,7 +10,7 @@ from hf_drafthead.evaluation import rounding
 from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
-from hf_drafthead.generation import mixin, rules
+from hf_drafthead.generation import mixin, noise, rules
 from hf_drafthead.trees.rank_paths import left_padded
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer
@@ -116,7 +116,7 @@ def test_a_planted_fault_is_found(model, monkeypatch, plant, found_by, passes):
 
 
 def test_a_generator_that_is_left_elsewhere_is_found(model, monkeypatch):
-    monkeypatch.setattr(rules.NoiseTape, "leave", lambda self, positions: torch.rand(1))
+    monkeypatch.setattr(noise.RandomNumbers, "close", lambda self: None)
     found = verdict_of(model)
     assert {check.name for check in found.checks if check.faults} == {"sampled", "sampled, batches of 3"}
 

@@ -12,7 +12,8 @@ import torch
 from transformers import CompileConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.generation import programs, rules, runner
+from hf_drafthead.bases import generators
+from hf_drafthead.generation import noise, programs, runner
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -249,17 +250,17 @@ def test_a_generator_that_a_compilation_puts_back_is_where_calls_have_left_it(co
     second = model.generate(**call)
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    with rules.not_put_back(model.base.device) if compiles else contextlib.nullcontext():
+    with generators.not_put_back(model.base.device) if compiles else contextlib.nullcontext():
         first = model.generate(**call)
         torch.set_rng_state(before)
         assert torch.equal(model.generate(**call), second if compiles else first)
         torch.set_rng_state(before)
     assert torch.equal(torch.get_rng_state(), before) != compiles
-    assert not rules.LEFT
+    assert not generators.LEFT
 
 
 def test_threads_that_share_their_noise_are_found_out(monkeypatch):
-    monkeypatch.setattr(rules.NoiseTape, "park", lambda self: None)
+    monkeypatch.setattr(noise, "elsewhere", lambda generator, state: state)
     model = FAMILIES[0].build(tiny_base("llama"))
     model._base_reader()
     call = {**prompt(), **CALL, "do_sample": True, "temperature": 3.0, "draft_tree": TREE}

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.generation import DraftTree, decoding, rules
+from hf_drafthead.generation import DraftTree, decoding, noise
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -74,15 +74,13 @@ def first_step(monkeypatch):
     # the stream and the generator of a GPU that is not there
     stream = types.SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(rules.NoiseTape, "_state", lambda tape: None)
-    monkeypatch.setattr(rules.NoiseTape, "_restore", lambda tape, state: None)
-    monkeypatch.setattr(rules.NoiseTape, "_leave_at", lambda tape, state: None)
-    monkeypatch.setattr(rules.NoiseTape, "_moved", lambda tape: False)
+    monkeypatch.setattr(noise.NoiseTape, "_state", lambda tape: None)
+    monkeypatch.setattr(noise.NoiseTape, "_restore", lambda tape, state: None)
 
-    def draw(tape, like, generator):
-        return like.new_empty(tape.batch_size, like.shape[-1], device=generator.device).exponential_()
+    def draw(tape, like):
+        return like.new_empty(tape.batch_size, like.shape[-1], device=tape.generator.device).exponential_()
 
-    monkeypatch.setattr(rules.NoiseTape, "_draw", draw)
+    monkeypatch.setattr(noise.NoiseTape, "_draw", draw)
 
     def run(model, **call):
         with pytest.raises(Reached) as reached:

@@ -8,7 +8,7 @@ from hf_drafthead.bases.probe import probe
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation import DraftTree
-from hf_drafthead.generation.rules import NoiseTape
+from hf_drafthead.generation.noise import NoiseTape
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 

@@ -9,7 +9,7 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.generation import DraftTree, mixin, rules, step
+from hf_drafthead.generation import DraftTree, mixin, noise, rules, step
 from tests.bases import VOCABULARY
 from tests.drafters import half_right, right, wrong
 from tests.families import FAMILIES
@@ -141,13 +141,13 @@ def test_a_penalty_that_is_shown_another_row_s_padding(monkeypatch):
 
 
 def test_rows_that_lag_and_draw_other_noise(monkeypatch):
-    noise = rules.NoiseTape.noise
-    monkeypatch.setattr(rules.NoiseTape, "noise", lambda *given: (noise(*given), torch.rand(3, VOCABULARY) + 0.1)[1])
+    drawn = noise.NoiseTape.noise
+    monkeypatch.setattr(noise.NoiseTape, "noise", lambda *given: (drawn(*given), torch.rand(3, VOCABULARY) + 0.1)[1])
     breaks(half_right, 3, call={**LONG, "do_sample": True})
 
 
 def test_a_generator_that_is_left_where_the_fastest_row_was(monkeypatch):
-    monkeypatch.setattr(rules.NoiseTape, "leave", lambda self, positions: None)
+    monkeypatch.setattr(noise.RandomNumbers, "chosen", lambda self, positions: None)
     breaks(half_right, 3, call={**LONG, "do_sample": True})
 
 

@@ -11,7 +11,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import DraftTree
-from hf_drafthead.generation.rules import NoiseTape, Rules
+from hf_drafthead.generation.noise import NoiseTape, RandomNumbers
+from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.state import Candidates
 from hf_drafthead.generation.step import Stages
 
@@ -31,65 +32,79 @@ def at_seed(seed: int = 3) -> None:
 LIKE = torch.empty(0, VOCABULARY)
 
 
+def own_generator() -> torch.Generator:
+    """A generator that stands where the process's stands."""
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return generator
+
+
 def test_noise_in_any_order_is_what_the_base_draws_one_after_the_other(monkeypatch):
     monkeypatch.setattr(NoiseTape, "KEPT", 2)
     at_seed()
     expected = noises(9)
     left_at = torch.get_rng_state()
     at_seed()
-    tape = NoiseTape(ROWS, CPU)
-    tape.park()
+    tape = NoiseTape(ROWS, own_generator())
     for position in (4, 4, 0, 3, 8, 5, 1, 8):
         assert torch.equal(tape.noise(position, LIKE), expected[position])
     assert sorted(tape.drawn) == [7, 8]
-    tape.leave(9)
-    assert torch.equal(torch.get_rng_state(), left_at)
+    assert torch.equal(tape.states[9], left_at)
     ahead = tape.ahead([0, 5, 3], 3)
     assert torch.equal(ahead, torch.stack([torch.stack(expected[f : f + 3])[:, r] for r, f in enumerate([0, 5, 3])]))
 
 
 def test_what_every_row_has_left_behind_is_forgotten():
-    tape = NoiseTape(ROWS, CPU)
+    tape = NoiseTape(ROWS, own_generator())
     tape.noise(4, LIKE)
     tape.forget(3)
     assert sorted(tape.states) == [3, 4, 5]
 
 
 def test_noise_is_held_for_some_positions_only():
-    tape = NoiseTape(ROWS, CPU)
+    tape = NoiseTape(ROWS, own_generator())
     tape.noise(40, LIKE)
     assert sorted(tape.drawn) == list(range(41 - 32, 41))
 
 
-def test_noise_is_drawn_where_the_base_draws_once_somebody_else_has_drawn():
+def test_noise_is_what_the_base_draws_behind_an_object_that_has_drawn():
     at_seed()
     expected = [*noises(2), torch.rand(4), *noises(2), torch.rand(2), *noises(1)]
     left_at = torch.get_rng_state()
     at_seed()
-    tape = NoiseTape(ROWS, CPU)
+    numbers = RandomNumbers()
+    numbers.sample(ROWS, CPU)
+    tape = numbers.tape
     tape.noise(4, LIKE)  # drawn ahead, in vain
-    assert torch.equal(tape.next(0, LIKE), expected[0]) and torch.equal(tape.next(1, LIKE), expected[1])
-    assert not tape.shared
-    assert torch.equal(torch.rand(4), expected[2])
-    assert torch.equal(tape.next(2, LIKE), expected[3]) and tape.shared
-    assert torch.equal(tape.next(3, LIKE), expected[4])
-    assert torch.equal(torch.rand(2), expected[5])
-    assert torch.equal(tape.next(4, LIKE), expected[6])
-    assert torch.equal(torch.get_rng_state(), left_at)
+
+    def choose(position: int) -> torch.Tensor:
+        noise = tape.noise(position, LIKE)
+        numbers.chosen(position + 1)
+        return noise
+
+    assert torch.equal(choose(0), expected[0]) and torch.equal(choose(1), expected[1]) and not numbers.moved
+    with numbers.lent():
+        assert torch.equal(torch.rand(4), expected[2])
+    assert numbers.moved and torch.equal(choose(2), expected[3]) and torch.equal(choose(3), expected[4])
+    with numbers.lent():
+        assert torch.equal(torch.rand(2), expected[5])
+    assert torch.equal(choose(4), expected[6])
     assert torch.equal(tape.noise(0, LIKE), expected[0])  # what was drawn before stands
+    numbers.close()
+    assert torch.equal(torch.get_rng_state(), left_at)
 
 
-def test_a_generator_that_is_parked_gives_others_other_noise_and_is_left_alone_once_moved():
+def test_others_draw_other_noise_meanwhile_and_where_they_do_the_generator_is_left_to_them():
     at_seed()
     expected = noises(2)
     at_seed()
-    tape = NoiseTape(ROWS, CPU)
-    tape.park()
+    numbers = RandomNumbers()
+    numbers.sample(ROWS, CPU)
     assert not any(torch.equal(other, noise) for other in noises(2) for noise in expected)
     moved_to = torch.get_rng_state()
-    assert torch.equal(tape.noise(1, LIKE), expected[1])
-    tape.leave(1)
-    tape.park()
+    assert torch.equal(numbers.tape.noise(1, LIKE), expected[1])
+    numbers.chosen(2)
+    numbers.close()
     assert torch.equal(torch.get_rng_state(), moved_to)
 
 
@@ -153,7 +168,6 @@ KINDS = {
 def test_kinds_of_calls(make, on_device, lockstep):
     rules = make()
     assert (rules.on_device, rules.lockstep) == (on_device, lockstep)
-    assert rules.draws_ahead == (on_device or not lockstep)
     assert rules.greedy == (on_device and not rules.processors and not rules.samples)
 
 
@@ -204,7 +218,7 @@ def test_rows_that_stand_still_are_given_no_noise_of_positions_that_nobody_drew(
     at_seed()
     expected = noises(8)
     at_seed()
-    rules.tape.states = {0: torch.get_rng_state()}
+    rules.tape.go_on(0, torch.get_rng_state())
     rules.tape.noise(0, LIKE)
     found = rules.noise_ahead([5, 3, 4], [0, 2], 2, VOCABULARY)
     assert torch.equal(found[0], torch.stack([expected[3][0], expected[4][0]]))
@@ -227,7 +241,7 @@ def test_tokens_are_sampled_as_multinomial_samples_them(lockstep):
     sequences = torch.zeros(ROWS, 9, dtype=torch.long)
     found = [rules.choose([0, 1, 2], logits[t], sequences, [2 + t] * ROWS).tolist() for t in range(4)]
     assert found == expected
-    rules.close()
+    rules.random.close()
     assert torch.equal(torch.get_rng_state(), left_at)
     if not lockstep:
         both = rules.choose([2, 0], torch.stack([logits[1, 2], logits[3, 0]]), sequences, [5, 4, 3])
@@ -237,12 +251,12 @@ def test_tokens_are_sampled_as_multinomial_samples_them(lockstep):
 
 
 def test_without_noise_of_its_own_rejection_leaves_the_draws_to_multinomial():
-    rules = replace(rules_of(samples=True), rejects=True, tape=None)
-    assert rules.tape is None
     logits = torch.randn(ROWS, VOCABULARY)
     at_seed()
     expected = torch.multinomial(logits.softmax(-1), 1)[:, 0]
     at_seed()
+    rules = replace(rules_of(), samples=True, rejects=True)
+    assert rules.tape is None
     assert torch.equal(rules.choose([0, 1, 2], logits, torch.zeros(ROWS, 9, dtype=torch.long), [4] * ROWS), expected)
     ahead = rules.noise_ahead([4] * ROWS, [0], 2, VOCABULARY)
     assert ahead.shape == (ROWS, 2, VOCABULARY) and (ahead > 0).all()
@@ -268,17 +282,17 @@ def test_every_node_s_choice_is_the_one_that_is_made_at_its_position():
     assert choice.tolist() == [[0, 5]] * ROWS and valid.all()
 
 
-def test_where_others_may_draw_the_generator_is_left_as_the_base_leaves_it():
+def test_behind_an_object_that_has_drawn_guesses_know_no_noise():
     rules = rules_of([Unknown(), processors.TemperatureLogitsWarper(0.5)], samples=True)
     logits, sequences = torch.randn(ROWS, VOCABULARY), torch.zeros(ROWS, 9, dtype=torch.long)
     at_seed()
-    rules.tape = NoiseTape(ROWS, CPU)
-    rules.choose([0, 1, 2], logits, sequences, [2] * ROWS)
     left_at = torch.get_rng_state()
+    rules.choose([0, 1, 2], logits, sequences, [2] * ROWS)
     noise = rules.noise_ahead([3] * ROWS, [0, 1, 2], 2, VOCABULARY)
     assert torch.equal(torch.get_rng_state(), left_at)
     assert torch.equal(rules.tilt(noise), noise.log() * -0.5)
-    torch.rand(1)
+    with rules.random.lent():
+        torch.rand(1)
     rules.choose([0, 1, 2], logits, sequences, [3] * ROWS)
     noise = rules.noise_ahead([4] * ROWS, [0, 1, 2], 2, VOCABULARY)
     assert not rules.tilt(noise).any()  # somebody else has drawn: what comes next is not known

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LogitsProcessor
 
 from hf_drafthead import zoo
-from hf_drafthead.generation import Guesses, rules
+from hf_drafthead.generation import Guesses, noise, rules
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -103,8 +103,8 @@ def test_whatever_is_asked_of_whatever_heads():
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_noise_is_drawn_once(rows, monkeypatch):
-    drawn, draw = [], rules.NoiseTape._draw
-    monkeypatch.setattr(rules.NoiseTape, "_draw", lambda self, *given: drawn.append(1) or draw(self, *given))
+    drawn, draw = [], noise.NoiseTape._draw
+    monkeypatch.setattr(noise.NoiseTape, "_draw", lambda self, *given: drawn.append(1) or draw(self, *given))
     model = FAMILIES[0].build(shared_base("llama-gqa"))
     for asked in ({}, {"repetition_penalty": 1.2}):
         drawn.clear()
@@ -263,18 +263,18 @@ def test_a_generator_of_one_s_own_is_refused_as_by_the_base():
 
 
 def test_a_call_that_begins_as_another_does_draws_other_noise(monkeypatch):
-    model, leave_at, texts = FAMILIES[0].build(shared_base("llama")), rules.NoiseTape._leave_at, {}
+    model, leave_at, texts = FAMILIES[0].build(shared_base("llama")), noise.leave_at, {}
 
-    def slowly(tape, state):
+    def slowly(generators, states):
         time.sleep(0.2)  # the other call would look at the generator meanwhile
-        leave_at(tape, state)
+        leave_at(generators, states)
 
     def request(number):
         texts[number] = model.generate(
             torch.tensor([[1, 2, 3]]), do_sample=True, max_new_tokens=24, eos_token_id=None, draft_tree=TREE
         )
 
-    monkeypatch.setattr(rules.NoiseTape, "_leave_at", slowly)
+    monkeypatch.setattr(noise, "leave_at", slowly)
     threads = [threading.Thread(target=request, args=(number,)) for number in (0, 1)]
     for thread in threads:
         thread.start()

@@ -15,7 +15,7 @@ from transformers import (
 
 from hf_drafthead import MedusaForCausalLM, MtpForCausalLM, zoo
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.batching.noise import RequestNoise
+from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.heads_loss import HeadsLoss
@@ -150,7 +150,9 @@ def test_trl_s_grpo_trains_a_base_whose_heads_draft_the_rollouts(tokenizer, tmp_
             expected = model.base.generate(torch.tensor([prompt]), generation_config)[0, len(prompt) :]
             assert output.generated_tokens == expected.tolist()
             torch.set_rng_state(state)
-            RequestNoise(torch.device("cpu"))  # the generator moves on as it does for each request without a seed
+            RandomNumbers.of_request(
+                torch.device("cpu")
+            )  # the generator moves on as it does for each request without a seed
         numbers.append(len(prompts))
         return outputs
 

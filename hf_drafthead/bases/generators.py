@@ -1,0 +1,115 @@
+"""The random generators of the process, which belong to whoever calls: where they stand, and who may move them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+
+import torch
+
+from hf_drafthead.bases.errors import Unsupported
+
+GENERATORS = threading.RLock()  # of all calls: where the process's generators stand is looked at and changed together
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    """The random generator that sampling on a device draws from."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """The generators that objects of the user's may draw from: that of the CPU, and that of the device, the last."""
+    found = torch.default_generator, generator_of(device)
+    return list({id(generator): generator for generator in found}.values())
+
+
+def states_of(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """Where generators stand, once a compilation's putting them back is undone."""
+    return [*map(_state_of, generators)]
+
+
+def _state_of(generator: torch.Generator) -> torch.Tensor:
+    state = generator.get_state()
+    left = LEFT.get(generator)
+    if left is not None and _hash_of(state) in left.earlier:
+        state = left.last
+        generator.set_state(state)
+    return state
+
+
+def leave_at(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    """Let generators go on from these states."""
+    for generator, state in zip(generators, states):
+        if generator in LEFT:
+            LEFT[generator].go_on(state)
+        generator.set_state(state)
+
+
+def same_states(states: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether these are the same states."""
+    return all(map(torch.equal, states, others))
+
+
+def elsewhere(generator: torch.Generator, state: torch.Tensor) -> torch.Tensor:
+    """Another state, the same in every process, so that a run that begins with `torch.manual_seed` can be repeated."""
+    seed = int.from_bytes(sha256(state.numpy().tobytes()).digest()[:7], "big")
+    return torch.Generator(generator.device).manual_seed(seed).get_state()
+
+
+@contextlib.contextmanager
+def refusing_draws(device: torch.device) -> Iterator[None]:
+    """Around a trial of a base, after which the generators stand where they stood.
+
+    Raises:
+        Unsupported: the base has moved them: in a tree its forwards are fewer, and would draw other numbers.
+    """
+    generators = generators_of(device)
+    before, moved = states_of(generators), False
+    try:
+        yield
+    finally:
+        with GENERATORS:
+            if moved := not same_states(states_of(generators), before):
+                leave_at(generators, before)
+    if moved:
+        raise Unsupported("the base draws random numbers in its forward")
+
+
+class Left:
+    """Where calls leave a process's generator while a program is compiled: last, and at which states before."""
+
+    def __init__(self, state: torch.Tensor):
+        self.last, self.earlier = state, set[int]()
+
+    def go_on(self, state: torch.Tensor) -> None:
+        self.earlier.add(_hash_of(self.last))
+        self.earlier.discard(_hash_of(state))
+        self.last = state
+
+
+LEFT: dict[torch.Generator, Left] = {}  # of the generators that compilations may put back
+
+
+@contextlib.contextmanager
+def not_put_back(device: torch.device) -> Iterator[None]:
+    """Around a compilation, of which there is one at a time: dynamo puts the process's generators back to where they
+    stood as it began. Calls of other threads that begin meanwhile would write what others wrote: they undo it."""
+    generators = generators_of(device)
+    with GENERATORS:
+        LEFT.update({generator: Left(generator.get_state()) for generator in generators})
+    try:
+        yield
+    finally:
+        with GENERATORS:
+            for generator in generators:
+                left = LEFT.pop(generator)
+                if _hash_of(generator.get_state()) in left.earlier:
+                    generator.set_state(left.last)
+
+
+def _hash_of(state: torch.Tensor) -> int:
+    return hash(state.numpy().tobytes())
