@@ -205,8 +205,8 @@ def preferred_choices(
     q = torch.zeros_like(p)
     for level, guesses in zip(tree.levels(p.device), candidates.guesses):
         q[:, level.expanded] = guesses.chances(rules.temperature, p.shape[-1]).to(p)
-    fresh = torch.empty(p.shape[0], p.shape[2], device=rules.device).exponential_(1, generator=rules.generator)
     chance = torch.rand(tokens.shape, device=rules.device, generator=rules.generator)
+    fresh = torch.empty(p.shape[0], p.shape[2], device=rules.device).exponential_(1, generator=rules.generator)
     return rejection_choices(p, q, candidates, chance.to(p.device), fresh.to(p)), valid
 
 
