@@ -16,7 +16,7 @@ TEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n au
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow newest-environment test-newest test-oldest test-fuzz test-conformance soak audit check
 .PHONY: style docs build
-.PHONY: bench-gpu coverage mutate test-remote-code test-formats
+.PHONY: bench-gpu coverage mutate test-formats
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 26
@@ -97,11 +97,6 @@ build: $(READY)  ## sdist and wheel in dist/, checked
 
 bench-gpu:  ## what a GPU shows within 10 minutes, in benchmarks/results/results.jsonl (needs torch and transformers, installs nothing)
 	$(PYTHON) benchmarks/gpu.py
-
-test-remote-code: $(READY)  ## pushed heads where only transformers and torch are installed (needs a package index)
-	test -x .remote-code/bin/pip || $(PYTHON) -m venv .remote-code
-	.remote-code/bin/pip install --disable-pip-version-check --quiet --constraint constraints.txt torch transformers
-	REMOTE_CODE_PYTHON=$(CURDIR)/.remote-code/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow or not slow" tests/hub_upload/test_bundle.py tests/hub_upload/test_remote_code.py
 
 test-formats: $(READY)  ## exported heads in the speculators library, in an environment of its own (needs a package index)
 	test -x .speculators/bin/pip || $(PYTHON) -m venv .speculators

@@ -54,8 +54,8 @@ OF_AN_EXTRA = {
     "hf_drafthead.formats.gguf": {"gguf"},
     "hf_drafthead.hub_upload.serve": {"starlette"},  # of transformers[serving], which it asks for first
 }
-# What imports upward, each in a function of one line that imports when it is called: `push_to_hub` and the code that
-# `save_pretrained` writes; `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`.
+# What imports upward, each in a function of one line that imports when it is called: `push_to_hub`;
+# `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`.
 LOCAL_EXCEPTIONS = {
     ("hf_drafthead.modeling.base", "hf_drafthead.hub_upload"),
     ("hf_drafthead.modeling.loading", "hf_drafthead.formats"),

@@ -52,13 +52,6 @@ def test_a_license_that_the_hub_does_not_know_is_refused(run, tmp_path, given, m
     assert meant in err and not (folder / "README.md").exists()
 
 
-def test_with_code_it_tells_how_to_load_without_the_package(run, tmp_path):
-    folder = write_checkpoint(tmp_path / "heads")
-    assert run("card", folder, "--with-code")[0] == 0
-    assert "class HydraForCausalLM(" in (folder / "modeling_drafthead.py").read_text()
-    assert "trust_remote_code=True" in (folder / "README.md").read_text()
-
-
 def test_a_folder_without_heads_is_a_user_s_mistake(run, tmp_path):
     code, out, err = run("card", tmp_path)
     assert (code, out) == (2, "")
@@ -66,9 +59,8 @@ def test_a_folder_without_heads_is_a_user_s_mistake(run, tmp_path):
     assert err.startswith(f"hf-drafthead: {str(tmp_path)!r} {lacking}: give the folder of") and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("options", [[], ["--with-code"]], ids=["plain", "with-code"])
-def test_what_is_no_folder_is_said_to_be_none(run, options):
-    code, out, err = run("card", "org/heads", *options)
+def test_what_is_no_folder_is_said_to_be_none(run):
+    code, out, err = run("card", "org/heads")
     assert (code, out) == (2, "")
     assert err == (
         "hf-drafthead: there is no folder 'org/heads': give the folder of a draft-head checkpoint; a repository of the "

@@ -127,5 +127,5 @@ def store_tree(model: DraftHeadPreTrainedModel, texts: torch.Tensor, given: int,
 
 def save_heads(model: DraftHeadPreTrainedModel, folder: Path) -> None:
     """Save a heads-only checkpoint with bfloat16 weights on disk; heads are loaded in the dtype of their base."""
-    model.save_pretrained(folder, include_code=False)  # the package has it
+    model.save_pretrained(folder)
     store_as_bfloat16(folder / "model.safetensors")

@@ -87,17 +87,13 @@ def export(
 def card(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of a draft-head checkpoint.")],
     license: License = None,
-    with_code: Annotated[bool, flag("--with-code", "Write the model code too, as a push does.")] = False,
     json_path: Json = None,
 ) -> None:
     """Write the model card from the facts in a folder; sections that a person wrote stay."""
     from hf_drafthead.cards import missing, write_card
     from hf_drafthead.cards.facts import check_folder
-    from hf_drafthead.hub_upload.bundle import add_bundle
 
     check_folder(folder)
-    if with_code:
-        add_bundle(folder)
     path = write_card(folder, license=license)
     lacks = missing(folder)
     say(str(path), *(f"still missing: {lack}" for lack in lacks))

@@ -72,7 +72,7 @@ def run_calibrate(
 
     def keep(entry: dict[str, Any]) -> None:
         if not dry_run:
-            loaded.save_generation_config(model)
+            loaded.generation_config.save_pretrained(model)
         if "stopped" in entry["measured"]:
             common.complain(f"{entry['measured']['stopped']}, so this is the fastest so far: {entry_in_words(entry)}")
 

@@ -26,7 +26,7 @@ from hf_drafthead.modeling.adapters import (
 )
 from hf_drafthead.modeling.base_model import copy_tokenizer
 from hf_drafthead.modeling.checkpoint import remove_earlier_weights, weight_names
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.config import DraftHeadConfig, is_of_the_package
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
 
 logger = logging.get_logger(__name__)
@@ -60,7 +60,6 @@ class DraftHeadPreTrainedModel(LoadableModel):
         state_dict: dict[str, Tensor] | None = None,
         *,
         include_base: bool = False,
-        include_code: bool = True,
         include_tokenizer: bool = True,
         **kwargs: Any,
     ) -> None:
@@ -73,8 +72,6 @@ class DraftHeadPreTrainedModel(LoadableModel):
             is_main_process: as in transformers.
             state_dict: save these tensors instead of the model's own.
             include_base: a checkpoint that needs no other: for a base that was trained together with its heads.
-            include_code: write the model's code as one file, so that `trust_remote_code=True` loads the checkpoint
-                where this package is not installed.
             include_tokenizer: copy the base's tokenizer, if it is on this machine and the folder has none.
             kwargs: as in transformers (`max_shard_size`, `variant`, `push_to_hub`, ...).
 
@@ -117,8 +114,6 @@ class DraftHeadPreTrainedModel(LoadableModel):
                 save_file({}, Path(save_directory) / weight_names(kwargs.get("variant"))[0], {"format": "pt"})
             remove_earlier_weights(Path(save_directory), kwargs.get("variant"))
             remove_earlier_adapter(Path(save_directory), whole=not adapted, of_base=include_base or not adapter)
-            if include_code and (write_code := self._code_writer()) is not None:
-                write_code(Path(save_directory))
             if include_tokenizer:
                 self._save_tokenizer(Path(save_directory))
         if publish and is_main_process:
@@ -126,17 +121,10 @@ class DraftHeadPreTrainedModel(LoadableModel):
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
             self.push_to_hub(repo_id, include_base=include_base, **shard, **push_arguments)
 
-    def save_generation_config(self, folder: str | os.PathLike) -> None:
-        """Store the generation config in a checkpoint's folder anew, and the code there, of which it may need more."""
-        self.generation_config.save_pretrained(folder)
-        _hub_upload().refresh_bundle(Path(folder))
-
     def _stored_config(self, include_base: bool, with_adapter: bool) -> DraftHeadConfig:
         """The config of a checkpoint with or without the base, and with or without an adapter of the base."""
         stored = copy.deepcopy(self.config)
         stored.base_included = include_base
-        if self._code_writer() is not None:
-            stored.__dict__.pop("auto_map", None)  # of code that the checkpoint may not hold
         if include_base:
             stored.base_gguf_file = None
         if include_base or not with_adapter:
@@ -155,13 +143,11 @@ class DraftHeadPreTrainedModel(LoadableModel):
         except (OSError, ValueError) as error:
             logger.warning_once(f"the tokenizer of the base is not saved with its heads: {error}")
 
-    @staticmethod
-    def _code_writer() -> Callable[[Path], None] | None:
-        """Writes the model's code into the folder of a checkpoint; None in that code, which transformers copies."""
-        try:
-            return _hub_upload().add_bundle  # type: ignore[no-any-return]
-        except ImportError:
-            return None
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """As in transformers, which copies the code of such a class into checkpoints; not that of this package."""
+        if not is_of_the_package(cls):
+            super().register_for_auto_class(auto_class)
 
     def load_adapter(  # type: ignore[override]
         self, peft_model_id: str | os.PathLike, adapter_name: str = "default", **kwargs: Any

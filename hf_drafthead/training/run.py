@@ -508,7 +508,7 @@ def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary
     except (ValueError, Unsupported) as reason:
         logger.warning(f"no tree was calibrated: {reason}")
     else:
-        model.save_generation_config(output)
+        model.generation_config.save_pretrained(output)
 
 
 def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], arguments: dict[str, Any]) -> None:

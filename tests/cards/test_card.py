@@ -402,7 +402,6 @@ def test_missing_facts_are_shown_as_missing(tmp_path):
         "Tokens per step and speedup: not measured. `hf-drafthead bench` measures them.",
         "Data and recipe: missing, there is no `training_summary.json`.",
         "Missing: `generation_config.json` names no tree.",
-        "Use without the package: not possible yet.",
         "### Accuracy of the heads\n\nNot measured.",
         "### Exactness\n\nNot measured here;",
     ):
@@ -411,11 +410,10 @@ def test_missing_facts_are_shown_as_missing(tmp_path):
     assert not list(folder.glob("*.png"))
 
 
-def test_how_to_load_without_the_package_is_told_where_the_code_is_there(heads, tmp_path):
+def test_how_other_tools_load_the_heads_is_told_where_a_file_for_them_is_there(heads, tmp_path):
     model = "modeling_drafthead.HydraForCausalLM"
     folder = write_checkpoint(tmp_path / "with-code", auto_map={"AutoModelForCausalLM": model})
-    text = card_of(folder, repo_id="org/name").text
-    assert 'AutoModelForCausalLM.from_pretrained("org/name", trust_remote_code=True)' in text
+    assert "load these heads with `trust_remote_code=True`" in card_of(folder, repo_id="org/name").text
     assert "trust_remote_code" not in card_of(heads).text
 
 

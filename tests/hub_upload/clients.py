@@ -23,8 +23,6 @@ import torch, transformers, hf_drafthead, hf_drafthead.cli, hf_drafthead.hub_upl
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline, LlamaForCausalLM
 from hf_drafthead import MedusaForCausalLM, HydraForCausalLM
 torch.set_num_threads(1)
-# The model code is the same for every push: generated once per family, as the package's text does not change meanwhile.
-hf_drafthead.hub_upload.bundle.build_bundle("medusa", frozenset())
 print("ready", flush=True)
 for line in sys.stdin:
     asked = json.loads(line)

@@ -52,7 +52,6 @@ from hf_drafthead import LionConfig, LionForCausalLM
 from hf_drafthead.cards.card import write_card
 from hf_drafthead.evaluation.loading import summarize
 from hf_drafthead.hub_upload import preflight, serve, staging
-from hf_drafthead.hub_upload.bundle import add_bundle
 from hf_drafthead.modeling.families import fresh_heads
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from benchmarks.zoo_recipe.heads import FAMILIES as ZOO
@@ -61,7 +60,6 @@ from tests.families import FAMILIES as TESTED
 
 folder = Path(sys.argv[1])
 fresh_heads("lion", tiny_base()).save_pretrained(folder)
-add_bundle(folder)
 serve.introduce()
 card = write_card(folder).read_text()
 print(json.dumps({
@@ -75,7 +73,7 @@ print(json.dumps({
     "tag": "lion" in staging.FAMILIES,
     "title": "Lion" in card,
     "cited": "0000.00000" in card,
-    "bundle": "class LionForCausalLM(" in (folder / "modeling_drafthead.py").read_text(),
+    "code": "from hf_drafthead import LionConfig, LionForCausalLM" in (folder / "modeling_drafthead.py").read_text(),
     "zoo": "lion" in ZOO,
     "tested": "lion" in [family.name for family in TESTED],
 }))

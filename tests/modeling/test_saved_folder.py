@@ -1,40 +1,16 @@
-"""What `save_pretrained` writes is all that others need: code, tokenizer, heads."""
+"""What `save_pretrained` writes is all that others need: tokenizer, heads."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_drafthead import HydraForCausalLM, MedusaForCausalLM
-from hf_drafthead.hub_upload.bundle import FILE
+from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.templates import need_offsets
 from tests.bases import VOCABULARY, tiny_base
-
-# Loads a folder where hf_drafthead cannot be imported.
-SCRIPT = """\
-import sys
-class NotInstalled:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] == "hf_drafthead":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, NotInstalled())
-import torch
-from transformers import AutoModelForCausalLM
-for folder in sys.argv[1:]:
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules."), type(model)
-    ids = torch.tensor([[5, 9, 33, 21]])
-    out = model.generate(ids, max_new_tokens=10, return_dict_in_generate=True, draft_tree=[[0], [1]])
-    assert out.accepted_lengths is not None
-    assert torch.equal(out.sequences, model.base.generate(ids, max_new_tokens=10))
-"""
 
 
 @pytest.fixture
@@ -45,34 +21,6 @@ def base(tmp_path) -> Path:
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(tmp_path / "base")
     return tmp_path / "base"
-
-
-@pytest.mark.slow
-def test_a_folder_loads_where_the_package_is_not(base, tmp_path):
-    model = HydraForCausalLM.from_base(base)
-    model.save_pretrained(tmp_path / "heads")
-    model.save_pretrained(tmp_path / "whole", include_base=True)
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "heads"), str(tmp_path / "whole")],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "code"), "HF_HUB_OFFLINE": "1"},
-    )
-    assert run.returncode == 0, run.stderr
-
-
-def test_the_code_can_be_left_out(base, tmp_path):
-    model = MedusaForCausalLM.from_base(base)
-    model.save_pretrained(tmp_path / "with")
-    assert (tmp_path / "with" / FILE).is_file() and "auto_map" in json.loads(
-        (tmp_path / "with/config.json").read_text()
-    )
-    for one in (model, AutoModel.from_pretrained(tmp_path / "with")):
-        one.save_pretrained(tmp_path / "without", include_code=False)
-        assert not (tmp_path / "without" / FILE).exists()
-        assert "auto_map" not in json.loads((tmp_path / "without/config.json").read_text())
-        assert type(AutoConfig.from_pretrained(tmp_path / "without")) is type(model.config)
 
 
 @pytest.mark.parametrize("form", ["heads only", "with base"])

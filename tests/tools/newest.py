@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 THIRD_LINE = ["generate", "hf_drafthead/zoo/assets/eagle", "--prompt", "def main(", "--color"]
-# Exactness, caches, programs, loading and the bundle; and what a step does on a GPU, on tensors that are said to be
+# Exactness, caches, programs and loading; and what a step does on a GPU, on tensors that are said to be
 # there, for which torch needs a build with CUDA.
 TESTS = [
     "tests/generation/test_exact.py",
@@ -30,7 +30,7 @@ TESTS = [
     "tests/generation/test_recorded.py",
     "tests/callers/test_programs.py",
     "tests/modeling/test_loading.py",
-    "tests/hub_upload/test_bundle.py",
+    "tests/modeling/test_remote_code.py",
 ]
 EVERY_CASE = ["-m", "slow or not slow", "tests/generation/test_fake_cuda.py"]
 TRIED = {"torch": "2.14.1"}  # newer than its pin, which is the newest for CPUs alone; transformers' is the pin
