@@ -24,8 +24,9 @@ from hf_drafthead.hub_upload.destination import Destination, Target, check_desti
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local, locate_base
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, read_heads_config
-from hf_drafthead.modeling.config import CODE_FILE, portable
+from hf_drafthead.modeling.config import portable
 from hf_drafthead.modeling.files import edit_json, first_line
+from hf_drafthead.modeling.remote_code import CODE_FILE, code_of, code_references
 
 logger = logging.get_logger(__name__)
 
@@ -174,8 +175,8 @@ def _push(
         refused = str(error)
     preflight.check_weights(folder, None if model is None else model.state_dict())
     # a converted checkpoint may be without it, and older ones have more
-    (folder / CODE_FILE).write_text(config.code(), encoding="utf-8")
-    edit_json(folder / "config.json", auto_map=config.code_references())
+    (folder / CODE_FILE).write_text(code_of(type(config)), encoding="utf-8")
+    edit_json(folder / "config.json", auto_map=code_references(type(config)))
     notes += staging.published_card(folder, there.fetch(staging.CARD))
     staging.name_for_others(folder, there.repo_id, config.base_model_name_or_path)
     write_card(folder, model, repo_id=there.repo_id, license=target.license)

@@ -26,13 +26,14 @@ from hf_drafthead.modeling.adapters import (
 )
 from hf_drafthead.modeling.base_model import copy_tokenizer
 from hf_drafthead.modeling.checkpoint import remove_earlier_weights, weight_names
-from hf_drafthead.modeling.config import DraftHeadConfig, is_of_the_package
+from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
+from hf_drafthead.modeling.remote_code import NotCopied
 
 logger = logging.get_logger(__name__)
 
 
-class DraftHeadPreTrainedModel(LoadableModel):
+class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     """A base model and the draft heads that make its `generate` faster.
 
     `MedusaForCausalLM(config)` builds both from the config with random weights; `from_base` puts fresh heads on an
@@ -142,12 +143,6 @@ class DraftHeadPreTrainedModel(LoadableModel):
             copy_tokenizer(name, folder, config.base_gguf_file if of_record else None, hub)
         except (OSError, ValueError) as error:
             logger.warning_once(f"the tokenizer of the base is not saved with its heads: {error}")
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """As in transformers, which copies the code of such a class into checkpoints; not that of this package."""
-        if not is_of_the_package(cls):
-            super().register_for_auto_class(auto_class)
 
     def load_adapter(  # type: ignore[override]
         self, peft_model_id: str | os.PathLike, adapter_name: str = "default", **kwargs: Any

@@ -15,20 +15,9 @@ from transformers.utils import CONFIG_NAME
 from hf_drafthead.modeling.decoder_layer import has_layers
 from hf_drafthead.modeling.files import MAX_NESTING, in_one_line, is_deep, read_json, shortened
 from hf_drafthead.modeling.layers import llama_like
+from hf_drafthead.modeling.remote_code import CODE_FILE, NotCopied, code_of, code_references, is_of_the_package
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
-CODE_FILE = "modeling_drafthead.py"  # in a checkpoint's folder
-# A file in a checkpoint outlives this version of the package: it asks for its public names alone.
-CODE = '''\
-"""The classes of these draft heads are in the package hf_drafthead (pip install hf-drafthead), which this file imports.
-
-It lets `from_pretrained(..., trust_remote_code=True)` load them where the package is installed but was not imported.
-"""
-
-from hf_drafthead import {0}Config, {0}ForCausalLM
-
-__all__ = ["{0}Config", "{0}ForCausalLM"]
-'''
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
 ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision", "base_gguf_file", "last_hidden_size"}
 # A config builds modules before a tensor is looked at: these keep what it can cost far above anything published.
@@ -47,7 +36,7 @@ OF_THE_BASE |= {"num_attention_heads", "num_key_value_heads", "head_dim", "use_c
 OF_THE_BASE |= {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
-class DraftHeadConfig(PreTrainedConfig):
+class DraftHeadConfig(NotCopied, PreTrainedConfig):
     """The fields that all families share; a family's config adds its own.
 
     Args:
@@ -97,7 +86,7 @@ class DraftHeadConfig(PreTrainedConfig):
                 f"the config has a field that cannot be used ({in_one_line(error)}): correct it."
             ) from error
         if is_of_the_package(type(self)):
-            self.auto_map = self.code_references()  # whatever a file says: a checkpoint's code is not copied
+            self.auto_map = code_references(type(self))  # whatever a file says
         self.check()
 
     def check(self) -> None:
@@ -217,26 +206,8 @@ class DraftHeadConfig(PreTrainedConfig):
         """As in transformers; beside a `config.json` goes the file that its `auto_map` names."""
         path = Path(json_file_path)
         if path.name == CONFIG_NAME and is_of_the_package(type(self)):
-            path.with_name(CODE_FILE).write_text(self.code(), encoding="utf-8")
+            path.with_name(CODE_FILE).write_text(code_of(type(self)), encoding="utf-8")
         super().to_json_file(json_file_path, use_diff=use_diff)
-
-    @classmethod
-    def code(cls) -> str:
-        """What a checkpoint holds of code: imports from this package, for `trust_remote_code=True`."""
-        return CODE.format(cls.__name__.removesuffix("Config"))
-
-    @classmethod
-    def code_references(cls) -> dict[str, str]:
-        """The `auto_map` of a checkpoint: which names of that file transformers' Auto classes take."""
-        place, name = CODE_FILE.removesuffix(".py"), cls.__name__
-        model = f"{place}.{name.removesuffix('Config')}ForCausalLM"
-        return {"AutoConfig": f"{place}.{name}", "AutoModel": model, "AutoModelForCausalLM": model}
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """As in transformers, which copies the code of such a class into checkpoints; not that of this package."""
-        if not is_of_the_package(cls):
-            super().register_for_auto_class(auto_class)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What `config.json` holds: without local paths in it, and without a base's quantization unless it is included.
@@ -361,11 +332,6 @@ class HeadsGenerationConfig(GenerationConfig):
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
         """As in transformers for a config that was not changed: contradictions are warned of, errors raised."""
         super().validate(**kwargs)
-
-
-def is_of_the_package(kind: type) -> bool:
-    """Whether a class is one of this package, and not one that a user has derived from it."""
-    return kind.__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _of_the_base(name: str) -> property:

@@ -13,8 +13,8 @@ from packaging.version import Version
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead import MedusaConfig, MedusaForCausalLM, from_base, zoo
-from hf_drafthead.modeling.config import CODE_FILE
 from hf_drafthead.modeling.families import MODEL_CLASSES
+from hf_drafthead.modeling.remote_code import CODE_FILE, code_of, code_references
 from tests.bases import tiny_base
 
 # The code that checkpoints held which were pushed before, that of Medusa heads; it imports what transformers 5.24 has.
@@ -125,7 +125,7 @@ def test_where_the_package_is_imported_code_beside_the_heads_neither_runs_nor_st
     model = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=trust)
     assert type(model) is MedusaForCausalLM
     model.save_pretrained(tmp_path)
-    assert (tmp_path / CODE_FILE).read_text() == MedusaConfig.code()
+    assert (tmp_path / CODE_FILE).read_text() == code_of(MedusaConfig)
 
 
 @pytest.mark.parametrize("model_class", MODEL_CLASSES, ids=lambda model_class: model_class.__name__)
@@ -146,7 +146,7 @@ def test_a_config_that_names_other_code_names_ours_when_it_is_loaded(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace("modeling_drafthead", "theirs"))
     config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
-    assert config.auto_map == MedusaConfig.code_references()
+    assert config.auto_map == code_references(MedusaConfig)
 
 
 def test_a_class_derived_from_ours_is_saved_with_its_own_code(tmp_path):
