@@ -34,13 +34,12 @@ def load_families() -> None:
 
     bases.releases.check_installed()  # before anything is imported that another transformers may lack
 
-    from hf_drafthead import costs, formats, generation, modeling
+    from hf_drafthead import formats, generation, modeling
     from hf_drafthead.modeling.families import CLASSES
 
     for name in [name for name in __all__ if name not in CLASSES]:
         globals()[name] = next(getattr(room, name) for room in (formats, generation, modeling) if hasattr(room, name))
     modeling.DraftHeadPreTrainedModel.heads_output = _heads_output
-    generation.DraftHeadGenerationMixin.step_costs = costs.StepCosts
     globals().update(CLASSES)
     __all__.extend(name for name in CLASSES if name not in __all__)
 

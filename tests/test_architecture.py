@@ -21,12 +21,12 @@ PACKAGE = Path(hf_drafthead.__file__).parent
 ALLOWED = {
     "bases": set(),
     "generation": {"bases"},
-    "costs": {"generation", "bases"},
-    "batching": {"generation", "bases", "costs"},
+    # a tree is chosen by what was measured with the steps of `generation`, which asks for the choice when it is called
+    "trees": {"generation", "bases"},
+    "batching": {"trees", "generation", "bases"},
     "data": set(),
     "modeling": {"generation", "bases"},
-    "cards": {"modeling", "generation"},
-    "trees": {"modeling", "generation", "bases"},
+    "cards": {"trees", "modeling", "generation"},
     "evaluation": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "training": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "hub_upload": {"modeling", "cards", "generation"},
@@ -55,11 +55,13 @@ OF_AN_EXTRA = {
     "hf_drafthead.hub_upload.serve": {"starlette"},  # of transformers[serving], which it asks for first
 }
 # What imports upward, each in a function of one line that imports when it is called: `push_to_hub`;
-# `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`.
+# `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`; the choice of a tree, by what was
+# measured with the steps of `generation`.
 LOCAL_EXCEPTIONS = {
     ("hf_drafthead.modeling.base", "hf_drafthead.hub_upload"),
     ("hf_drafthead.modeling.loading", "hf_drafthead.formats"),
     ("hf_drafthead.generation.mixin", "hf_drafthead.batching"),
+    ("hf_drafthead.generation.mixin", "hf_drafthead.trees"),
 }
 
 
@@ -258,15 +260,11 @@ def test_a_family_is_a_short_file(name):
 def test_upward_imports_stand_in_functions_of_one_line():
     for module, target in LOCAL_EXCEPTIONS:
         tree = ast.parse(dict(modules())[module].read_text())
-        bodies = [
-            node.body
-            for node in ast.walk(tree)
-            if isinstance(node, ast.FunctionDef)
-            and any(isinstance(line, ast.ImportFrom) and line.module == "hf_drafthead" for line in node.body)
-        ]
-        (body,) = bodies
         name = target.rpartition(".")[2]
-        assert [ast.unparse(line) for line in body[1:]] == [f"from hf_drafthead import {name}", f"return {name}"]
+        bodies = [node.body for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        lines = [[ast.unparse(line) for line in body] for body in bodies]
+        (body,) = [body for body in lines if f"from hf_drafthead import {name}" in body]
+        assert body[1:] == [f"from hf_drafthead import {name}", f"return {name}"]
 
 
 def circles(imports: dict[str, set[str]]) -> list[set[str]]:

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from hf_drafthead import cli
 from hf_drafthead.cli import common
 from hf_drafthead.cli.trees import entry_in_words
-from hf_drafthead.generation.settings import CalibrationKey, cpu_name
 from hf_drafthead.generation.tree import DraftTree, published_trees
-from hf_drafthead.trees import calibrate
+from hf_drafthead.trees import calibrate, cost_file
+from hf_drafthead.trees.entries import CalibrationKey, cpu_name
 from tests.checkpoints import save_base, save_heads
 
 
@@ -220,3 +220,22 @@ def test_the_published_trees_are_listed_and_drawn(capsys):
     with pytest.raises(SystemExit):
         cli.main(["trees", "hydra_single"])
     assert capsys.readouterr().out.rstrip("\n") == DraftTree.from_name("hydra_single").draw()
+
+
+def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(cost_file, "FILE", tmp_path / "costs.json")
+    cost_file.keep("a CPU", {"1 nodes in 0 levels": [2.0, 2.5], "8 nodes in 3 levels": [3.0], "9 nodes": []}, since=1.0)
+
+    def shown(*options):
+        with pytest.raises(SystemExit) as end:
+            cli.main(["costs", *options])
+        assert end.value.code == 0
+        return capsys.readouterr().out.splitlines()
+
+    lines = shown("--json", str(tmp_path / "shown.json"))
+    assert lines[:2] == [str(tmp_path / "costs.json"), "a CPU:"]
+    assert "  8 nodes in 3 levels: 1.50 steps of the base (the median 1.00 times the shortest of 1), 20" in lines[3]
+    assert "  9 nodes: could not be measured, 20" in lines[4]
+    assert json.loads((tmp_path / "shown.json").read_text())["costs"]["a CPU"]["8 nodes in 3 levels"][0] == 3.0
+    assert shown("--clear")[-1] == "removed: costs of 1 kind(s) of calls." and not cost_file.FILE.exists()
+    assert shown() == [str(cost_file.FILE)]

@@ -17,13 +17,13 @@ from transformers.utils import logging
 
 from hf_drafthead.bases.errors import DoesNotFit, out_of_memory
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.batching.plans import Plans
 from hf_drafthead.batching.rows import Axes, alone, axes_of, make_room, of_rows, put, select, vacate, view
 from hf_drafthead.batching.step import Member, SharedStep
 from hf_drafthead.generation.decoding import chooser
 from hf_drafthead.generation.runner import Runner
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, DecodingState, StepRecord
 from hf_drafthead.generation.tree import Tree
+from hf_drafthead.trees.rows import Plans
 
 logger = logging.get_logger(__name__)
 

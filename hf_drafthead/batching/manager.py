@@ -21,7 +21,6 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from hf_drafthead.bases.limits import position_table
-from hf_drafthead.batching.plans import Plans
 from hf_drafthead.batching.requests import Request, config_value, with_config
 from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
@@ -29,6 +28,7 @@ from hf_drafthead.batching.worker import Worker
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.trees.rows import Plans
 
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
 
@@ -44,7 +44,7 @@ class Manager:
         continuous_batching_config: of transformers; `max_requests_per_batch`, `max_queue_size`, `return_logprobs` and
             `seed` count here, what describes pages and graphs does not.
         slots: requests at once; default: the config's `max_requests_per_batch`, else up to 32, as memory holds and, on
-            a CPU, as long as a step of twice as many takes at most 1.7 times as long (`slot_count`).
+            a CPU, as long as a step of twice as many takes at most 1.7 times as long (`trees.rows`).
         max_queue_size: requests that may wait beside them; default: the config's, else any number.
         draft_tree: of all requests, see `generate`.
         lookup_texts: to copy guesses from, in all requests, see `generate`; strings need `tokenizer`.

@@ -16,7 +16,6 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.batching.batch import TRAINED, Batch, is_short
 from hf_drafthead.batching.metrics import Metrics
-from hf_drafthead.batching.plans import Plans
 from hf_drafthead.batching.requests import Request, begin, decode_alone
 from hf_drafthead.batching.step import Member
 from hf_drafthead.batching.tracker import RequestTracker
@@ -25,6 +24,7 @@ from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.mixin import with_room
 from hf_drafthead.generation.state import DecodingState
 from hf_drafthead.generation.tree import DraftTree, Tree
+from hf_drafthead.trees.rows import Plans
 
 logger = logging.get_logger(__name__)
 

@@ -13,11 +13,12 @@ import torch
 from huggingface_hub import get_safetensors_metadata
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
-from hf_drafthead.generation.settings import AUTO, CalibrationKey, DraftSettings, heads_hash, tree_of
+from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP, DraftTree, resolve
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors, why_refused
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
+from hf_drafthead.trees.entries import CalibrationKey, heads_hash, tree_of
 
 FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

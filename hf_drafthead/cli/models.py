@@ -196,7 +196,7 @@ def info(
 
 def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tuple[str, str]]:
     """What `info` prints of a checkpoint, and of its base where that was tried."""
-    from hf_drafthead.generation.settings import SMALL_TREE
+    from hf_drafthead.trees.choice import SMALL_TREE
 
     settings, included = summary["settings"], ", included" if summary["base_included"] else ""
     rows = [
@@ -214,6 +214,7 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
     else:
         weights = f"{probed['base_parameters']:,} parameters, {probed['memory'] / 2**20:.1f} MiB with the heads"
         rows.append(("on its base", f"{weights} ({probed['dtype']}, {probed['device']})"))
+        rows.append(("calls take", probed["plan"]))
         rows.append(("drafts", "yes" if probed["drafts"] else f"no, the base decodes by itself: {probed['why_not']}"))
     chosen = settings.get("draft_tree")
     if summary["tree"] is not None:
@@ -231,7 +232,7 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
 
 def calibrated(entries: Any) -> list[str]:
     """A line for each entry of a calibration, as far as it can be read."""
-    from hf_drafthead.generation.settings import cpu_name
+    from hf_drafthead.trees.entries import cpu_name
 
     lines = []
     for entry in entries if isinstance(entries, list) else []:

@@ -1,6 +1,7 @@
-"""`hf-drafthead calibrate`, `roofline` and `trees`: which draft tree is fastest, here or elsewhere."""
+"""`hf-drafthead calibrate`, `costs`, `roofline` and `trees`: which draft tree is fastest, here or elsewhere."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,7 @@ def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
 
 def entry_in_words(entry: dict[str, Any]) -> str:
     """One line about a calibration entry: for what, which tree, and how fast it is."""
-    from hf_drafthead.generation.settings import CalibrationKey
+    from hf_drafthead.trees.entries import CalibrationKey
 
     figures, nodes, copies = entry["measured"], len(entry["tree"]) + 1, entry.get("lookup", 0)
     key = CalibrationKey.of_entry(entry)
@@ -147,6 +148,31 @@ def entry_in_words(entry: dict[str, Any]) -> str:
         f"({figures['tokens_per_second']:.0f} against {figures['base_tokens_per_second']:.0f} tokens/s, "
         f"{figures['tokens_per_step']:.2f} tokens per step)"
     )
+
+
+@common.app.command()
+def costs(
+    clear: Annotated[bool, flag("--clear", "Remove them: the next calls measure anew.")] = False,
+    json_path: common.Json = None,
+) -> None:
+    """Show what steps cost on this machine, by which calls without a calibration draft, and the file that holds it."""
+    from hf_drafthead.trees import cost_file
+
+    common.say(str(cost_file.FILE))
+    everything = cost_file.stored()
+    for situation, steps in everything.items():
+        common.say(f"{common.printable(situation)}:")
+        root = steps.get("1 nodes in 0 levels", [0.0])
+        for name, times in steps.items():
+            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(times[-1]))
+            cost = "could not be measured"
+            if len(times) > 1 < len(root):
+                cost = f"{times[0] / root[0]:.2f} steps of the base (the median {times[1] / times[0]:.2f} times"
+                cost += f" the shortest of {times[2]:.0f})"
+            common.say(f"  {common.printable(name)}: {cost}, {when}")
+    common.write_json(json_path, {"file": str(cost_file.FILE), "costs": everything})
+    if clear:
+        common.say(f"removed: costs of {cost_file.clear()} kind(s) of calls.")
 
 
 @common.app.command()

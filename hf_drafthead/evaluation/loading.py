@@ -10,12 +10,14 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import size_of_heads, static_tree
 from hf_drafthead.evaluation.calls import draft, drafted
-from hf_drafthead.generation.settings import DraftSettings, device_name
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.trees.entries import device_name
 from hf_drafthead.trees.rank_paths import TO_THE_END
+from hf_drafthead.trees.rows import Plans
 
 
 def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -139,8 +141,12 @@ def try_on_base(model: Any) -> dict[str, Any]:
     prompt = torch.arange(1, 5, device=model.base.device)[None]
     settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, **TO_THE_END}
     drafts = drafted(draft(model, None, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, settings))
+    if drafts:
+        plans = Plans(model, None, slots=1)
+        plans.renew(model._base_reader())
     return {
         "drafts": drafts,
+        "plan": str(plans(1)) if drafts else None,
         "why_not": None if drafts else model.why_no_drafts() or "see the warning",
         "base_parameters": sum(parameter.numel() for parameter in model.base.parameters()),
         "memory": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),

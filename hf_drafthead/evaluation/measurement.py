@@ -17,7 +17,7 @@ from transformers import __version__ as transformers_version
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS
 from hf_drafthead.evaluation.rounding import FirstDifference, counted
 from hf_drafthead.generation import StepRecord
-from hf_drafthead.generation.settings import device_name, drafter_hash
+from hf_drafthead.trees.entries import device_name, drafter_hash
 
 STAGES = ("draft", "verify", "walk", "commit")
 METRIC = "rougeL"

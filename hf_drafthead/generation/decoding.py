@@ -35,7 +35,7 @@ from hf_drafthead.generation.lookup import accepted_copies, matches
 from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution, Runner
-from hf_drafthead.generation.settings import DraftPlan, DraftSwitch
+from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import (
     DecodingState,
     DraftHeadGenerateOutput,
@@ -89,7 +89,7 @@ def decode(
     if on_step is not None:
         last, start = now(device), last
         roots = state.rows.sequences[:, state.prompt_length, None].tolist()
-        on_step(StepRecord(0, roots, [], [1] * rules.batch_size, 0, {"prefill": last - start}))
+        on_step(StepRecord(0, roots, [], [1] * rules.batch_size, 0, {"prefill": last - start}, plan=settings))
     make = functools.partial(
         Step,
         reader,
@@ -130,7 +130,7 @@ def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | 
     all that is guessed and no row has a match. Only tokens decide.
     """
     tree, alone, drafts = plan.tree, DraftTree.root_alone(), False
-    switch = None if plan.switch is None else DraftSwitch(*plan.switch)
+    switch = None if plan.switch is None else plan.switch.begin()
     lookup = tree if isinstance(tree, LookupTree) and copies_alone(tree) and on_cpu else None
     if switch is None and lookup is None:
         return None

@@ -7,7 +7,7 @@ import functools
 import reprlib
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import AUTO, CalibrationKey, Costs, DraftPlan, DraftSettings
+from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord, draft_vocabulary
 from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree
 
@@ -67,6 +67,10 @@ def _apply(function, args, kwargs):
     return function(*args, **kwargs)
 
 
+class NothingPays(Unsupported):
+    """No tree pays in a call, and the base is to decode by itself."""
+
+
 class CallConfig(GenerationConfig):
     """The settings of one call, in which None is an answer: the base's own defaults do not fill it."""
 
@@ -87,8 +91,6 @@ class CallConfig(GenerationConfig):
 
 class DraftHeadGenerationMixin(GenerationMixin):
     """Gives a model with `base` and `drafter` a `generate` that returns what `base.generate` returns, sooner."""
-
-    step_costs: ClassVar[Callable[..., Costs] | None] = None  # what measures them: the package sets it, see there
 
     @with_room
     def generate(  # type: ignore[override]
@@ -163,8 +165,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if self.drafter.copies is not None and draft_tree == AUTO:  # copies alone are drafted while they pay anyway
             asked["draft_tree"] = LOOKUP
         settings = DraftSettings.from_config(config, **asked)
-        # checked also where a measured tree comes before it
-        plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
+        plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())  # always checked
         self._check_copies(settings, plan, draft_tree, copies)
         config.__dict__.pop("calibration", None)  # the base would copy it
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
@@ -198,7 +199,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             return self.base.generate(inputs, custom_generate=loop, **call_of_loop)
         except Unsupported as reason:
             random.undo()
-            logger.warning_once(f"Draft heads are not used, the base decodes by itself: {reason}.")
+            if not isinstance(reason, NothingPays):  # of which `choose` has told
+                logger.warning_once(f"Draft heads are not used, the base decodes by itself: {reason}.")
         finally:
             random.close()
         output = self.base.generate(
@@ -231,10 +233,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
             setattr(config, asked_by, None)  # it asks for what is done anyway
         config._settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
         return config, rest
-
-    def _costs(self, *call: Any) -> Costs:
-        """What steps of a call cost here; where the model code is alone, that is not known."""
-        return (lambda trees: None) if self.step_costs is None else self.step_costs(self, *call)
 
     def _guesses_among(self) -> tuple[int | None, int]:
         """How deep the heads guess, None where there is no limit, and among how many tokens."""
@@ -317,9 +315,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             _check_call(self.base, self._merged_config(None, {})[0], None, None)
             copies = self.drafter.copies
             plan = DraftPlan(DraftTree([(0,)]) if copies is None else DraftTree.root_alone())
-            loop = self._loop(
-                reader=reader, plan=plan, copies=copies, execution=Execution("eager"), random=RandomNumbers()
-            )
+            ours = {"plan": plan, "settings": DraftSettings(), "copies": copies, "random": RandomNumbers()}
+            loop = self._loop(reader=reader, execution=Execution("eager"), **ours)
             self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
         except Unsupported as reason:
             return str(reason)
@@ -387,7 +384,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
             run: what decodes, or takes over what was prepared for it.
         """
         processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
-        config, drafter, text_config = call.pop("generation_config"), self.drafter, base.config.get_text_config(True)
+        config, text_config = call.pop("generation_config"), base.config.get_text_config(True)
         inputs = _of_text(base, with_cache(CACHE, {name: value for name, value in call.items() if value is not None}))
         past = inputs.get(CACHE)
         if past is None or not can_load(past):
@@ -399,16 +396,11 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
             if acceptance != "exact":
                 raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
-        if plan is None:
-            key = CalibrationKey.of(base, drafter if settings.calibration else None, len(input_ids), execution.name)
-            plan = settings.plan_for(key, *self._guesses_among(), self._costs(reader, key, execution))
-            copies = plan.copies or None if copies is None else copies
-            if not plan.tree.max_depth and plan.why_none and on_step is None and copies is None:
-                raise Unsupported(plan.why_none)
-        if copies is not None:
-            plan = plan.with_lookup(copies, config.max_matching_ngram_size, text_config.vocab_size, texts)
-            key = CalibrationKey.of(base, None, len(input_ids), execution.name)
-            plan = plan.while_copies_pay(key, self._costs(reader, key, execution))
+        lookup: dict[str, Any] = {"copies": copies, "longest_match": config.max_matching_ngram_size, "texts": texts}
+        if plan is None or copies is not None:
+            plan = _trees().choose(self, reader, settings, len(input_ids), execution, named=plan, **lookup)
+        if plan.base_decodes and on_step is None:
+            raise NothingPays(plan.why)
         mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
         positions = mask_length(config, mask) or input_ids.shape[1]
         longest = positions + config.max_length - input_ids.shape[1] + plan.tree.max_depth
@@ -444,6 +436,13 @@ def _batching() -> Any:
     from hf_drafthead import batching
 
     return batching
+
+
+def _trees() -> Any:
+    """The room where a tree is chosen, by what was measured with this one's steps; imported when it is asked for."""
+    from hf_drafthead import trees
+
+    return trees
 
 
 def _of_text(base, inputs: dict[str, Any]) -> dict[str, Any]:

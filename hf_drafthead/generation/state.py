@@ -235,7 +235,7 @@ class StepRecord:
     counts: emitted up to the row's own end; drafted: N; seconds: of each stage (`prefill`, or `draft`, `verify`,
     `walk`, `commit` of a step that is not captured) and of the whole `step`; copied: where copies from the text stand
     in the tree, called before the next step it says how many of each row's accepted guesses they were, see
-    `lookup.accepted_copies`.
+    `lookup.accepted_copies`; plan: of the call, a `DraftPlan` that prints as what was chosen and why, of the prefill.
     """
 
     step: int
@@ -245,6 +245,7 @@ class StepRecord:
     drafted: int
     seconds: dict[str, float]
     copied: Callable[[], list[int]] | None = None
+    plan: Any = None
 
 
 # What steps of the root alone have verified: features (B, 1, F*H), tokens (B, 1), counts (B,).

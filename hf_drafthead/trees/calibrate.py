@@ -25,9 +25,10 @@ from transformers import GenerationConfig
 
 from hf_drafthead.generation.mixin import with_room
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import CalibrationKey, DraftSettings, matching
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import MAX_NODES
+from hf_drafthead.trees.entries import CalibrationKey, matching
 from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
 from hf_drafthead.trees.rank_paths import (
     TO_THE_END,
@@ -94,7 +95,7 @@ def calibrate(
         keep: is given every new entry at once; it is in the generation config then.
 
     Returns:
-        the entries of `batch_sizes` in order, see `generation.settings`. `measured` holds tokens_per_step, on texts
+        the entries of `batch_sizes` in order, see `trees.entries`. `measured` holds tokens_per_step, on texts
         that the tree was not grown on; in short calls in turn with the base step_cost (seconds of a step in steps of
         the base), speedup, tokens_per_second and base_tokens_per_second, and whether all texts were identical;
         `candidates` as (nodes, depth, tokens per step, speedup) without copies; `copies` as (tokens copied, times as

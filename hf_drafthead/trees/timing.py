@@ -6,7 +6,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,25 +69,31 @@ class StepClock:
 SLOW = 1.2  # times as fast as the base, below which another dtype may be worth a try
 DTYPES = (torch.float32, torch.bfloat16)
 MANY, LARGE = 8, 4096  # tokens of a step; most rows and columns of the weight that is tried
+PRODUCT = 1 << 24  # numbers that are multiplied with a token before the clock is looked at, or the weight's
 DEAR = 1.5  # times as much as one token, from where on a tree hardly pays
 TEXT, WIDE = 256, 1024  # tokens of a text that heads are trained on, and the most columns of the weight that is tried
 
 
-def product_costs(base: Any) -> dict[torch.dtype, float]:
-    """What a product over 8 tokens costs on a CPU, in products over one, by dtype; of a weight as large as a base's."""
-    config, costs = base.config.get_text_config(decoder=True), {}
+def product_seconds(base: Any, tokens: Sequence[int], dtype: torch.dtype | None = None) -> dict[int, float]:
+    """Seconds of a product over so many tokens each on a CPU, the shortest, with a weight as large as a base's."""
+    config = base.config.get_text_config(decoder=True)
     sizes = min(4 * config.hidden_size, LARGE), min(config.hidden_size, LARGE)
-    for dtype in DTYPES:
-        weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype)
-        rows = {count: weight[:count].contiguous() for count in (1, MANY)}
-        runs = {count: functools.partial(_repeated, inputs, weight) for count, inputs in rows.items()}
-        _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
-        costs[dtype] = min(seconds[MANY]) / min(seconds[1])
-    return costs
+    weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype or base.dtype)
+    times = min(max(PRODUCT // weight.numel(), 1), 20)
+    rows = {count: weight.new_ones(count, sizes[1]) for count in tokens}
+    runs = {count: functools.partial(_repeated, inputs, weight, times) for count, inputs in rows.items()}
+    _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
+    return {count: min(each) / times for count, each in seconds.items()}
 
 
-def _repeated(rows: torch.Tensor, weight: torch.Tensor) -> None:
-    for _ in range(20):
+def product_costs(base: Any) -> dict[torch.dtype, float]:
+    """What a product over 8 tokens costs on a CPU, in products over one, by dtype."""
+    seconds = {dtype: product_seconds(base, (1, MANY), dtype) for dtype in DTYPES}
+    return {dtype: of[MANY] / of[1] for dtype, of in seconds.items()}
+
+
+def _repeated(rows: torch.Tensor, weight: torch.Tensor, times: int) -> None:
+    for _ in range(times):
         torch.nn.functional.linear(rows, weight)
 
 

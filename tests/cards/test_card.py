@@ -15,9 +15,9 @@ from hf_drafthead import zoo
 from hf_drafthead.cards import missing, write_card
 from hf_drafthead.cards.facts import read_facts
 from hf_drafthead.evaluation.questions import UNCATEGORISED
-from hf_drafthead.generation.settings import heads_hash
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling import families as table
+from hf_drafthead.trees.entries import heads_hash
 from tests.cards.checkpoints import TREE, put, run, write_checkpoint
 
 FAMILIES = {

@@ -7,7 +7,7 @@ import torch
 
 from hf_drafthead.evaluation.measurement import Round, Run, drafting_steps, quartiles, summed_up
 from hf_drafthead.generation import StepRecord
-from hf_drafthead.generation.settings import heads_hash
+from hf_drafthead.trees.entries import heads_hash
 
 
 def model_of(weights=None):

@@ -11,8 +11,8 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from hf_drafthead import DraftTree
-from hf_drafthead.costs import StepCosts
 from hf_drafthead.generation.lookup import Copies, copied_from_row, joined
+from hf_drafthead.trees.costs import StepCosts
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation import test_recorded
@@ -350,7 +350,7 @@ def test_where_nothing_matches_copies_alone_forward_one_token_as_the_base_does(c
 
 @pytest.mark.parametrize("cost, least", [(1.0, 0.9), (9.0, 0.0)])
 def test_the_switch_guards_copies_alone_too(cost, least, monkeypatch):
-    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: [cost for tree in trees])
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [cost for tree in trees])
     widths, matched = forwarded(FAMILIES[0].build(circling_base()), max_new_tokens=2 * VOCABULARY)
     assert sum(width > 1 for width in widths) >= least * sum(matched) and sum(matched) > 9
     assert least or widths.count(5) == 0

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
-from hf_drafthead.generation.settings import cpu_name
 from hf_drafthead.trees import calibrate as calibrating
 from hf_drafthead.trees.calibrate import Comparison, calibrate, count_trees
+from hf_drafthead.trees.entries import cpu_name
 from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES

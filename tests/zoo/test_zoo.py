@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
-from hf_drafthead.generation.settings import CalibrationKey, nearest
+from hf_drafthead.trees.entries import CalibrationKey, nearest
 from hf_drafthead.zoo import chat
 
 

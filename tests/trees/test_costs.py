@@ -1,7 +1,7 @@
 """What a step costs here is measured once and kept in a file; the file and the tokens decide what is drafted."""
 
+import itertools
 import json
-import os
 import random
 import threading
 
@@ -10,18 +10,22 @@ import torch
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_drafthead
-from hf_drafthead import MedusaForCausalLM, costs
-from hf_drafthead.costs import StepCosts, keep, read_costs
-from hf_drafthead.generation import runner, settings
+from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.generation import runner
 from hf_drafthead.generation.programs import PROGRAMS, Programs
-from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import ALLOWANCE, LOSS_SHARE, CalibrationKey, DraftSwitch
+from hf_drafthead.generation.runner import Execution, Runner
+from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree
+from hf_drafthead.trees import choice, cost_file, costs, entries
+from hf_drafthead.trees.choice import ALLOWANCE, LOSS_SHARE, SMALL_TREE, DraftSwitch
+from hf_drafthead.trees.cost_file import keep, stored
+from hf_drafthead.trees.costs import StepCosts
+from hf_drafthead.trees.entries import CalibrationKey
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import prompt
 
-MEASURE = StepCosts.__call__  # before any test replaces it
+MEASURE, SITUATION = StepCosts.__call__, StepCosts.situation  # before any test replaces them
 TREES = [DraftTree([(0,), (0, 0), (1,)]), DraftTree([(0,)])]
 LONG = {"max_new_tokens": 40, "eos_token_id": None, "min_new_tokens": None, "do_sample": False}
 
@@ -30,15 +34,16 @@ LONG = {"max_new_tokens": 40, "eos_token_id": None, "min_new_tokens": None, "do_
 def fresh(monkeypatch, tmp_path):
     """Costs are measured, and kept in a file of the test's own."""
     monkeypatch.setattr(StepCosts, "__call__", MEASURE)
+    monkeypatch.setattr(StepCosts, "situation", SITUATION)
     new_process(monkeypatch, tmp_path / "folder" / "costs.json")
-    return costs.FILE
+    return cost_file.FILE
 
 
 def new_process(monkeypatch, file):
     """Forget what this process knows of a file."""
-    monkeypatch.setattr(costs, "FILE", file)
-    monkeypatch.setattr(costs, "_read", (None, {}))
-    monkeypatch.setattr(costs, "_UNWRITTEN", {})
+    monkeypatch.setattr(cost_file, "FILE", file)
+    monkeypatch.setattr(cost_file, "_read", (None, {}))
+    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
 
 
 def arbitrary(seed):
@@ -78,13 +83,13 @@ def half():
 def test_the_same_call_gives_the_same_text_in_half_precision_whatever_the_clock_says(half, monkeypatch, fresh):
     ids = torch.randint(0, 4096, (1, 12), generator=torch.Generator().manual_seed(1))
     call = {"max_new_tokens": 60, "do_sample": False}
-    drafts, alone = (half.generate(ids, **call, draft_tree=tree) for tree in (settings.SMALL_TREE, TREES[1]))
+    drafts, alone = (half.generate(ids, **call, draft_tree=tree) for tree in (SMALL_TREE, TREES[1]))
     assert not torch.equal(drafts, alone)  # else the test would find nothing
     for seed in range(3):
         new_process(monkeypatch, fresh.with_name(f"{seed}.json"))
         monkeypatch.setattr(costs, "thread_time", arbitrary(seed))
         texts = [half.generate(ids, **call) for _ in range(3)]
-        new_process(monkeypatch, costs.FILE)
+        new_process(monkeypatch, cost_file.FILE)
         texts += [half.generate(ids, **call) for _ in range(2)]
         assert all(torch.equal(texts[0], text) for text in texts), seed
 
@@ -95,7 +100,7 @@ def test_a_first_call_decides_as_all_later_ones_do_and_these_measure_nothing(nam
     monkeypatch.setattr(costs, "thread_time", arbitrary(3))
     first = drafted(model)
     stored = fresh.read_text()
-    monkeypatch.setattr(costs, "_of_forwards", None)
+    monkeypatch.setattr(StepCosts, "_measured", None)
     monkeypatch.setattr(costs, "thread_time", arbitrary(4))
     later = drafted(model)
     assert first[0] == later[0] and torch.equal(first[1], later[1]) and fresh.read_text() == stored
@@ -104,15 +109,24 @@ def test_a_first_call_decides_as_all_later_ones_do_and_these_measure_nothing(nam
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "draft-model"])
-def test_costs_are_those_of_the_base_s_forward_and_the_drafter(name, rows, monkeypatch):
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))  # each part takes one second
+def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name, rows, monkeypatch):
+    now, taken = [0.0], Runner.step
+
+    def step(self, state):
+        now[0] += self.tree.num_nodes
+        return taken(self, state)
+
+    monkeypatch.setattr(Runner, "step", step)
+    monkeypatch.setattr(costs, "thread_time", lambda: now[0])
+    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {rows: 1.0})
     model = family(name)
     found = costs_of(model, rows)([*TREES, LookupTree(DraftTree.root_alone(), 4, 3, 67)])
-    assert found == [pytest.approx(found[0]), found[0], 1.0]  # guessing is a part more, copies are none
-    assert found[0] > 1
-    (stored,) = read_costs().values()
-    assert stored == {"4 nodes in 2 levels": found[0], "2 nodes in 1 levels": found[0], "5 nodes of copies": 1.0}
+    assert found == [4.0, 2.0, 5.0]
+    (kept,) = stored().values()
+    assert {step: (shortest, median) for step, (shortest, median, *_) in kept.items()} == {
+        "1 nodes in 0 levels": (1.0, 1.0), "4 nodes in 2 levels": (4.0, 4.0), "2 nodes in 1 levels": (2.0, 2.0),
+        "5 nodes of copies": (5.0, 5.0),
+    }  # fmt: skip
 
 
 def test_measuring_changes_nothing_of_the_model(monkeypatch):
@@ -150,7 +164,8 @@ def test_a_damaged_file_costs_one_line_and_is_written_anew(contents, fresh, noti
     model = family("medusa")
     first, later = drafted(model), drafted(model)
     assert first[0] == later[0]
-    assert len([line for line in notices if str(fresh) in line]) == 1 and all("\n" not in line for line in notices)
+    assert sum("cannot be read" in line and str(fresh) in line for line in notices) == 1
+    assert all("\n" not in line for line in notices)
     assert len(json.loads(fresh.read_text())) == 1
 
 
@@ -159,38 +174,149 @@ def test_a_file_that_cannot_be_written_costs_one_line_and_the_process_remembers(
     model = family("medusa")
     monkeypatch.setattr(costs, "thread_time", arbitrary(5))
     first = drafted(model)
-    monkeypatch.setattr(costs, "_of_forwards", None)
+    monkeypatch.setattr(StepCosts, "_measured", None)
     assert drafted(model)[0] == first[0]
     assert len([line for line in notices if "cannot be written" in line]) == 1
 
 
-def test_what_another_process_has_written_meanwhile_is_what_counts(fresh):
-    assert keep("here", {"a": 1.5}) == {"a": 1.5}
-    assert keep("here", {"a": 9.0, "b": 2.0}) == {"a": 1.5, "b": 2.0}
-    keep("there", {"a": 3.0})
-    assert read_costs() == {"here": {"a": 1.5, "b": 2.0}, "there": {"a": 3.0}}
+def at(monkeypatch, seconds):
+    """It is so many seconds after some day."""
+    monkeypatch.setattr(cost_file.time, "time", lambda: 10.0**9 + seconds)
+
+
+def test_what_another_process_has_written_meanwhile_is_what_counts(fresh, monkeypatch):
+    at(monkeypatch, 5)
+    day = 10.0**9 + 5
+    assert keep("here", {"a": [1.5, 3.0]}, since=day) == {"a": [1.5, 2.25, 2, day]}
+    assert keep("here", {"a": [0.5], "b": [2.0]}, since=day - 1) == {"a": [1.5, 2.25, 2, day], "b": [2.0, 2.0, 1, day]}
+    keep("there", {"a": [3.0], "b": []}, since=day)
+    assert stored()["there"] == {"a": [3.0, 3.0, 1, day], "b": [day]}
     assert [path.name for path in fresh.parent.iterdir() if path.suffix != ".lock"] == ["costs.json"]
+    at(monkeypatch, 9)  # the shortest of all measurements counts, unless those before are dropped
+    assert keep("here", {"a": [2.0, 0.5]}, since=day + 3)["a"] == [0.5, 1.25, 4, day + 4]
+    at(monkeypatch, 20)
+    assert keep("here", {"a": [7.0]}, since=day + 12, anew=True) == {"a": [7.0, 7.0, 1, day + 15]}
+    assert cost_file.clear() == 2 and not fresh.exists() and cost_file.of_situation("here") == {}
 
 
 def test_the_oldest_situations_are_dropped(monkeypatch):
-    monkeypatch.setattr(costs, "MOST_SITUATIONS", 2)
+    monkeypatch.setattr(cost_file, "MOST_SITUATIONS", 2)
     for name in "abac":
-        keep(name, {"x": 1.0})
-    assert [*read_costs()] == ["a", "c"]
+        keep(name, {"x": [1.0]}, since=0.0)
+    assert [*stored()] == ["a", "c"]
+
+
+def counted_measurements(monkeypatch, seconds):
+    """How often something was measured, where a step with 4 nodes takes what `seconds` holds."""
+    measured = []
+
+    def measure(self, steps):
+        measured.append([*steps])
+        return {"1 nodes in 0 levels": [1.0], **{name: [seconds[0]] for name in steps}}
+
+    monkeypatch.setattr(StepCosts, "_measured", measure)
+    return measured
+
+
+def test_costs_are_measured_again_after_a_day_and_where_nothing_pays_some_times_more(monkeypatch):
+    model, seconds = family("medusa"), [3.0]
+    of, measured = costs_of(model), counted_measurements(monkeypatch, seconds)
+    at(monkeypatch, 0)
+    assert of(TREES[:1]) == of(TREES[:1]) == of(TREES[:1], True) == [3.0] and len(measured) == 1
+    seconds[0] = 2.0  # the machine is less busy
+    at(monkeypatch, 61)
+    assert of(TREES[:1]) == [3.0] and of(TREES[:1], True) == [2.0] and len(measured) == 2
+    seconds[0] = 9.0  # or more so
+    at(monkeypatch, 200)
+    assert of(TREES[:1], True) == [2.0] and len(measured) == 3
+    at(monkeypatch, 200 + 86_400)
+    assert of(TREES[:1]) == [9.0] and len(measured) == 4
+    at(monkeypatch, 0)  # a clock that was put back
+    assert of(TREES[:1]) == [9.0] and len(measured) == 5
+
+
+def test_a_cost_that_a_call_contradicts_is_measured_again_between_calls(monkeypatch):
+    model, seconds = family("medusa"), [3.0]
+    of, measured = costs_of(model), counted_measurements(monkeypatch, seconds)
+    at(monkeypatch, 0)
+    assert of(TREES[:1]) == [3.0]
+    seconds[0] = 1.2
+    at(monkeypatch, 61)
+    of.contradict(TREES[0], 2.5)  # is no contradiction
+    assert of(TREES[:1]) == [3.0]
+    of.contradict(TREES[0], 1.3)
+    assert of(TREES[:1]) == of(TREES[:1]) == [1.2] and len(measured) == 2
+
+
+def test_a_switch_tells_what_steps_of_its_call_have_cost(monkeypatch):
+    now, told = [0.0], []
+    monkeypatch.setattr(choice, "perf_counter", lambda: now[0])
+    switch = DraftSwitch(1.5, 2.0, None, told.append)
+    for _ in range(200):
+        drafts = switch.drafts()
+        now[0] += 4.0 if drafts else 2.0
+        if drafts:
+            switch.note(1)
+    assert told == [2.0]
+
+
+def forwards_that_take(monkeypatch, seconds):
+    """The forward of a step takes what `seconds` says of the nodes, and nothing else takes any time."""
+    taken, now = Step.__call__, itertools.count()
+
+    def step(self, state, stages=None):
+        outcome = taken(self, state, stages)
+        return outcome._replace(seconds={"verify": seconds(self.num_nodes)})
+
+    monkeypatch.setattr(Step, "__call__", step)
+    monkeypatch.setattr(costs, "thread_time", lambda: next(now) / 100)
+
+
+@pytest.mark.parametrize("nodes, kept", [(4.0, False), (2.4, True), (float("nan"), True)])
+def test_what_no_machine_can_be_is_not_kept(nodes, kept, monkeypatch, notices):
+    """A forward over four tokens is no more than twice as long as a product over them, over one."""
+    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: {count: 1.0 + count / 10 for count in tokens})
+    forwards_that_take(monkeypatch, {1: 1.0, 4: nodes}.get)
+    assert (costs_of(family("medusa"))(TREES[:1]) is not None) == kept
+    assert kept or any("a product 1.3: other programs use this machine" in line for line in notices)
+
+
+def test_a_base_that_compiles_itself_is_compiled_before_it_is_timed(monkeypatch):
+    model, now, shapes = family("medusa"), [0.0], set()
+
+    def forward(module, args, kwargs):
+        now[0] += 1.0 if kwargs["input_ids"].shape in shapes else 1000.0
+        shapes.add(kwargs["input_ids"].shape)
+
+    monkeypatch.setattr(costs, "thread_time", lambda: now[0])
+    monkeypatch.setattr(StepCosts, "_check", lambda *given: None)
+    model.base.model.register_forward_pre_hook(forward, with_kwargs=True)
+    assert costs_of(model)(TREES) == [1.0, 1.0]
+
+
+def test_a_call_that_drafts_nothing_says_once_what_was_measured_and_what_to_do(monkeypatch, notices, fresh):
+    model = family("medusa")
+    counted_measurements(monkeypatch, [9.0])
+    for rows in (1, 3, 1):
+        assert model.generate(**prompt(rows), **LONG, return_dict_in_generate=True).accepted_lengths is None
+    (line,) = notices
+    assert "with 8 nodes as long as 9.0 of the base's (measured " in line and str(fresh) in line
+    assert "nothing is drafted, the base decodes by itself; draft_tree= drafts all the same, " in line
+    assert "`hf-drafthead costs --clear` has steps measured anew; run `hf-drafthead calibrate PATH" in line
 
 
 def test_processes_that_stay_in_step_do_not_ask_the_clock(monkeypatch):
     """Each would run another number of forwards, of a base that is divided among them, and wait for ever."""
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(costs, "_of_forwards", lambda *given: pytest.fail("a forward"))
-    assert costs_of(family("medusa"))(TREES) is None and not read_costs()
+    monkeypatch.setattr(StepCosts, "_measured", lambda *given: pytest.fail("a forward"))
+    assert costs_of(family("medusa"))(TREES) is None and not stored()
 
 
 def test_threads_measure_once(monkeypatch):
     model, counted = family("medusa"), []
-    reader, measured = model._base_reader(), costs._of_forwards
-    monkeypatch.setattr(costs, "_of_forwards", lambda *given: counted.append(1) or measured(*given))
+    reader, measured = model._base_reader(), StepCosts._measured
+    monkeypatch.setattr(StepCosts, "_measured", lambda *given: counted.append(1) or measured(*given))
     key, found = CalibrationKey.of(model.base, None, 1, "eager"), []
     threads = [threading.Thread(target=lambda: found.append(StepCosts(model, reader, key)(TREES))) for _ in range(6)]
     for thread in threads:
@@ -200,29 +326,18 @@ def test_threads_measure_once(monkeypatch):
     assert len(counted) == 1 and len(found) == 6 and all(each == found[0] for each in found)
 
 
-def test_a_base_whose_layers_do_not_run_apart_is_run_as_a_whole(monkeypatch):
-    model, parts, measured = family("medusa"), [], costs._of_forwards
-
-    def once(part_of, call, trees):
-        parts.append(part_of(call.reader).layers)
-        if len(parts) == 1:
-            raise IndexError("there is no layer 3")
-        return measured(part_of, call, trees)
-
-    monkeypatch.setattr(costs, "_of_forwards", once)
-    assert len(costs_of(model)(TREES)) == 2 and parts[1] == 1.0
-
-
 def test_where_costs_cannot_be_measured_a_call_drafts_all_the_same(monkeypatch, notices):
     model = family("medusa")
 
     def fails(*given):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(costs, "_of_forwards", fails)
+    monkeypatch.setattr(StepCosts, "_begun", fails)
     nodes, text = drafted(model)
     assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG))
-    assert not os.path.exists(costs.FILE)
+    assert [len(times) for steps in stored().values() for times in steps.values()] == [1, 1]
+    monkeypatch.setattr(StepCosts, "_measured", None)  # nor does the next call try again
+    assert drafted(model)[0] == nodes and any("could not be measured: RuntimeError: no" in line for line in notices)
 
 
 TRACED = CompileConfig(backend="eager")
@@ -237,12 +352,12 @@ def of_programs(model, trees, rows=1):
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "copies"])
 def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, monkeypatch):
     model = hf_drafthead.from_base(tiny_base("llama-gqa")) if name == "copies" else family(name)
-    monkeypatch.setattr(costs, "thread_time", lambda: 1.0)  # nothing costs more than a step of the root alone
-    monkeypatch.setattr(costs, "_of_forwards", lambda *given: pytest.fail("these are of eager steps"))
+    monkeypatch.setattr(costs, "thread_time", itertools.count().__next__)  # nothing costs more than the root alone
+    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1.0))
     found = drafted(model, compile_config=TRACED)
     made = len(PROGRAMS[model].compiled)
-    assert any("compiled steps" in situation for situation in read_costs()) and set(found[0]) != {1}
-    monkeypatch.setattr(costs, "_of_programs", None)
+    assert any("compiled steps" in situation for situation in stored()) and set(found[0]) != {1}
+    monkeypatch.setattr(StepCosts, "_measured", None)
     later = drafted(model, compile_config=TRACED)
     assert found[0] == later[0] and made == len(PROGRAMS[model].compiled)
     assert torch.equal(found[1], later[1]) and torch.equal(found[1], model.base.generate(**prompt(), **LONG))
@@ -251,25 +366,24 @@ def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
-    model, now = family("medusa"), [0.0]
+    model, now, taken = family("medusa"), [0.0], Runner.step
 
-    def take(runner, state):
-        now[0] += runner.tree.num_nodes
-        return taken(runner, state)
+    def step(self, state):
+        now[0] += self.tree.num_nodes
+        return taken(self, state)
 
-    taken = costs._take
-    monkeypatch.setattr(costs, "_take", take)
+    monkeypatch.setattr(Runner, "step", step)
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
     assert of_programs(model, TREES, rows) == [4.0, 2.0]
 
 
 def test_where_no_tree_pays_compiled_steps_go_on_without_guesses(monkeypatch, notices):
     model = family("medusa")
-    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: [9.0] * len(trees))
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [9.0] * len(trees))
     output = model.generate(**prompt(), **LONG, compile_config=TRACED, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.base.generate(**prompt(), **LONG))
     assert set(output.accepted_lengths[0].tolist()) == {1} and len(PROGRAMS[model].compiled) == 3
-    assert any("Nothing is drafted; steps are compiled all the same." in line for line in notices)
+    assert any("nothing is drafted, steps are compiled all the same; " in line for line in notices)
 
 
 def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypatch, fallbacks):
@@ -288,14 +402,14 @@ def test_while_another_call_compiles_nothing_is_kept_of_compiled_steps(fresh, no
     nodes, text = drafted(model, compile_config=TRACED)
     assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG)) and not fresh.exists()
     PROGRAMS[model].compiles = False
-    assert len(of_programs(model, TREES)) == 2 and len(read_costs()) == 1
+    assert len(of_programs(model, TREES)) == 2 and len(stored()) == 1
 
 
 def test_steps_of_a_base_with_hooks_are_judged_as_they_run():
     model = family("medusa")
     model.base.register_forward_hook(lambda module, inputs, output: None)
     of_programs(model, TREES)
-    (situation,) = read_costs()
+    (situation,) = stored()
     assert "eager steps" in situation and not PROGRAMS.get(model, Programs()).compiled
 
 
@@ -324,7 +438,7 @@ def test_the_entry_of_another_machine_is_judged_by_what_steps_cost_here(here, no
     model = family("medusa")
     model.generation_config.calibration = [foreign(model)]
     monkeypatch.setattr(
-        StepCosts, "__call__", lambda self, trees: [{2: here[0], 8: here[1]}[t.num_nodes] for t in trees]
+        StepCosts, "__call__", lambda self, trees, *_: [{2: here[0], 8: here[1]}[t.num_nodes] for t in trees]
     )
     output = model.generate(**prompt(), **LONG, return_dict_in_generate=True)
     assert (output.accepted_lengths is None) == (nodes is None)
@@ -335,26 +449,11 @@ def test_the_entry_of_another_machine_is_judged_by_what_steps_cost_here(here, no
     assert (
         f"a step takes with 2 nodes as long as {here[0]:.1f} of the base's, with 8 nodes as long as {here[1]}" in line
     )
-    assert settings.cpu_name() in line and "hf-drafthead calibrate PATH --batch-size 1" in line
+    assert entries.cpu_name() in line and "hf-drafthead calibrate PATH --batch-size 1" in line
 
 
 def test_where_no_tree_paid_on_another_machine_a_small_one_may_pay_here(monkeypatch):
     model = family("medusa")
     model.generation_config.calibration = [foreign(model, tree=[])]
-    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: [1.2])
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [1.2])
     assert drafted(model)[0][0] == 8
-
-
-def test_a_base_of_many_layers_is_timed_by_a_part_of_them():
-    """Of the layers and of the vocabulary; all of it would take several steps of the base."""
-    model = MedusaForCausalLM.from_base(tiny_base("llama", num_hidden_layers=20, dtype=torch.float32)).eval()
-    reader, runs = model._base_reader(), []
-    for layer in model.base.model.layers:
-        layer.register_forward_hook(lambda *given: runs.append(1))
-    part, tree = costs.PartOfBase.of(reader), TREES[0]
-    assert part.layers == 10 and part.vocabulary > 5
-    cache, tokens = part.reader.cache(2, 16, 4), torch.tensor([[5, 6, 7, 8]] * 2)
-    part.reader.read({"input_ids": tokens[:, :1], part.reader.cache_name: cache, "use_cache": True})
-    cache.count(1)
-    part.seconds(tree, tokens[:, : tree.num_nodes], cache)
-    assert len(runs) == 4

@@ -3,14 +3,16 @@
 import pytest
 import torch
 
-from hf_drafthead.generation import decoding, runner, settings
+from hf_drafthead.generation import decoding, runner
 from hf_drafthead.generation import step as stepping
-from hf_drafthead.generation.settings import CalibrationKey, DraftSettings, matching, nearest, tree_of
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees import entries
 from hf_drafthead.trees.calibrate import merged
+from hf_drafthead.trees.entries import CalibrationKey, matching, nearest, tree_of
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import prompt
+from tests.trees.choices import planned
 
 KEY = CalibrationKey("CPU A", 2, "float32", 1, "eager", "a")
 GPU = KEY._replace(device="GPU A", threads=None, execution="recorded")
@@ -39,7 +41,7 @@ def model():
 
 def test_a_key_names_the_machine_and_the_execution(model):
     key = CalibrationKey.of(model.base, model.drafter, 3, "eager")
-    assert key == (settings.cpu_name(), torch.get_num_threads(), "float64", 3, "eager", key.heads_hash)
+    assert key == (entries.cpu_name(), torch.get_num_threads(), "float64", 3, "eager", key.heads_hash)
     assert key.device != "cpu" and len(key.heads_hash) == 16
     assert matching([entry(key)], key) and matching([entry(key, threads=key.threads + 1)], key) is None
     assert matching([entry(key, execution="compiled")], key) is None
@@ -54,7 +56,7 @@ def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, n
     monkeypatch.setattr(runner, "has_graphs", lambda device: True)
     monkeypatch.setattr(runner.Runner, "_first_run", lambda self, step, name, stage, arguments: stage(*arguments))
     key = CalibrationKey.of(model.base, model.drafter, 1, execution)
-    others = [entry(key, [[0]], execution=one) for one in settings.EXECUTIONS if one != execution]
+    others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
     model.generation_config.calibration = [*others, entry(key)]
     assert drafted(model, **call) == {6} and notices == []
 
@@ -143,11 +145,11 @@ def test_an_entry_of_another_machine_is_used_with_one_notice(model, notices):
     assert drafted(model) == drafted(model) == {6}
     assert len(notices) == 1 and "another CPU (some other CPU) with 64 thread(s)" in notices[0]
     assert "`hf-drafthead calibrate PATH --batch-size 1`" in notices[0]
-    assert drafted(model, 3) == {2} and len(notices) == 2 and "--batch-size 3" in notices[1]
+    assert drafted(model, 3) == {2} and len(notices) == 1  # for all numbers of rows
 
 
 def test_entries_of_earlier_versions_are_read(model, notices):
-    heads = settings.drafter_hash(model.drafter)
+    heads = entries.drafter_hash(model.drafter)
     earlier = {"device": "cpu", "dtype": "float64", "batch_size": 1, "captured": False, "heads_hash": heads}
     assert CalibrationKey.of_entry(earlier) == ("cpu", 0, "float64", 1, "eager", heads)
     assert CalibrationKey.of_entry({**earlier, "captured": True}).execution == "compiled"
@@ -203,17 +205,17 @@ def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, m
 
 def test_without_entries_a_gpu_drafts_the_published_tree(model):
     def nodes(**settings):
-        return DraftSettings(**settings).plan_for(GPU, None, VOCABULARY).tree.num_nodes
+        return planned(GPU, None, **settings).tree.num_nodes
 
     assert nodes() == 64 and nodes(draft_tree="auto") == 8 and nodes(draft_tree=[[0]]) == 2
 
 
 def test_a_stored_tree_is_cut_to_its_first_nodes_whose_parents_are_there():
     paths = [[0], [1, 0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1], [3], [4], [5]]
-    cut = DraftSettings(draft_tree=paths).plan_for(KEY, None, VOCABULARY).tree
+    cut = planned(KEY, draft_tree=paths).tree
     assert cut == DraftTree([[0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1]])
     given = DraftTree([[one] for one in range(20)])  # a tree that was made is no list of the most valuable first
-    assert DraftSettings(draft_tree=given).plan_for(KEY, None, VOCABULARY).tree == given
+    assert planned(KEY, draft_tree=given).tree == given
 
 
 def test_where_no_tree_paid_the_base_decodes_with_auto_too(model):
@@ -228,11 +230,11 @@ def test_where_no_tree_paid_the_base_decodes_with_auto_too(model):
 
 def test_more_rows_get_fewer_nodes_without_an_entry_too():
     def nodes(rows, **settings):
-        return DraftSettings(**settings).plan_for(KEY._replace(batch_size=rows), None, VOCABULARY).tree.num_nodes
+        return planned(KEY._replace(batch_size=rows), **settings).tree.num_nodes
 
     assert [nodes(rows) for rows in (1, 2, 3, 4, 8, 99)] == [8, 8, 5, 4, 2, 2]
     assert nodes(4, draft_tree=[[0], [0, 0], [1], [2]]) == 4 and nodes(4, draft_tree=[[0], [1]]) == 3
 
 
 def test_heads_of_one_level_get_the_paths_that_they_can_guess():
-    assert DraftSettings().plan_for(KEY, 1, 2).tree.paths == ((0,), (1,))
+    assert planned(KEY, depth=1, vocabulary=2).tree.paths == ((0,), (1,))

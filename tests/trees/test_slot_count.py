@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_drafthead import costs
-from hf_drafthead.batching import slot_count
-from hf_drafthead.batching.slot_count import bytes_of_slot, free_memory, slots_that_pay
+from hf_drafthead.trees import cost_file, costs
+from hf_drafthead.trees import rows as slot_count
+from hf_drafthead.trees.rows import bytes_of_slot, free_memory, slots_that_pay
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, final
 from tests.batching.test_exact import MEDUSA
@@ -23,7 +23,7 @@ def count(model, monkeypatch, free, cost_of, most=None):
     reader = model._base_reader()
     free = None if free is None else int(free * bytes_of_slot(reader) / slot_count.SHARE) + 1
     monkeypatch.setattr(slot_count, "free_memory", lambda device: free)
-    monkeypatch.setattr(slot_count, "cost_of_rows", lambda costs, rows: cost_of(rows))
+    monkeypatch.setattr(costs.StepCosts, "of_rows", lambda self, rows: cost_of(rows))
     return slots_that_pay(model, reader, "eager", most)
 
 
@@ -57,19 +57,20 @@ def test_a_slot_is_as_large_as_the_base_s_keys_and_values(model):
 
 
 def test_what_rows_cost_is_measured_once_and_kept(model, monkeypatch, tmp_path):
-    monkeypatch.setattr(costs, "FILE", tmp_path / "costs.json")
-    monkeypatch.setattr(costs, "_UNWRITTEN", {})
+    monkeypatch.setattr(cost_file, "FILE", tmp_path / "costs.json")
+    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
+    monkeypatch.setattr(costs.StepCosts, "_check", lambda *given: None)  # nothing is too much
     first = slots_that_pay(model, model._base_reader(), "eager")
-    (kept,) = costs.read_costs().values()
-    assert {"4 rows of 4 nodes", "8 rows of 4 nodes"} <= {*kept}
-    monkeypatch.setattr(slot_count, "_seconds", None)  # nothing is measured again
+    (kept,) = cost_file.stored().values()
+    assert {"4 rows of 4 nodes", "8 rows of 4 nodes", "1 nodes in 0 levels"} <= {*kept}
+    monkeypatch.setattr(costs.StepCosts, "_measured", None)  # nothing is measured again
     assert slots_that_pay(model, model._base_reader(), "eager") == first
 
 
-def test_rows_that_cannot_be_measured_are_not_taken(model, monkeypatch):
-    monkeypatch.setattr(slot_count, "_seconds", None)
-    monkeypatch.setattr(costs, "_UNWRITTEN", {})
-    monkeypatch.setattr(slot_count, "read_costs", dict)
+def test_rows_that_cannot_be_measured_are_not_taken(model, monkeypatch, tmp_path):
+    monkeypatch.setattr(cost_file, "FILE", tmp_path / "costs.json")
+    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
+    monkeypatch.setattr(costs.StepCosts, "_begun", None)
     assert slots_that_pay(model, model._base_reader(), "eager") == 4
 
 
@@ -90,7 +91,7 @@ def test_free_memory_is_read(monkeypatch, tmp_path):
 @pytest.mark.parametrize("most, slots", [(None, 5), (2, 2)])
 def test_a_manager_takes_that_many(most, slots, model, managed, monkeypatch):
     monkeypatch.setattr(slot_count, "MOST", 5)
-    monkeypatch.setattr(slot_count, "cost_of_rows", lambda costs, rows: 1.0)
+    monkeypatch.setattr(costs.StepCosts, "of_rows", lambda self, rows: 1.0)
     hints = None if most is None else SimpleNamespace(num_requests=most)
     manager = managed(model, start=False, slots=None, draft_tree=[[0]], workload_hints=hints)
     assert manager.slots is None

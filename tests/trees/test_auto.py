@@ -6,25 +6,19 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_drafthead import costs
-from hf_drafthead.generation import programs, runner, settings
+from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
-from hf_drafthead.generation.settings import (
-    ALLOWANCE,
-    LONGEST_PAUSE,
-    UNMEASURED,
-    USUAL,
-    CalibrationKey,
-    DraftSettings,
-    DraftSwitch,
-)
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees import costs, entries
+from hf_drafthead.trees.choice import ALLOWANCE, LONGEST_PAUSE, UNMEASURED, USUAL, DraftSwitch
+from hf_drafthead.trees.entries import CalibrationKey
 from tests.bases import tiny_base
 from tests.drafters import Drafted, Oracle, half_right, right, wrong
 from tests.families import FAMILIES
 from tests.generation.agreement import agree, prompt
+from tests.trees.choices import Costs, planned
 
 TRACED = CompileConfig(backend="eager", mode="default")
 LONG = {"max_new_tokens": 60, "eos_token_id": None}
@@ -35,14 +29,14 @@ MEASURED = {"step_cost": 1.5, "tokens_per_step": 2.5}
 
 def entry(batch_size=1, captured=False, heads_hash=None, **changed):
     execution, threads = "compiled" if captured else "eager", torch.get_num_threads()
-    key = CalibrationKey(settings.cpu_name(), threads, "float64", batch_size, execution, heads_hash)
+    key = CalibrationKey(entries.cpu_name(), threads, "float64", batch_size, execution, heads_hash)
     return {**key._asdict(), "tree": PATHS, "measured": MEASURED, **changed}
 
 
 @pytest.fixture
 def without_hash(monkeypatch):
     """Oracles have no weights."""
-    monkeypatch.setattr(settings, "drafter_hash", lambda drafter: None)
+    monkeypatch.setattr(entries, "drafter_hash", lambda drafter: None)
 
 
 def configured(base, *found):
@@ -154,7 +148,7 @@ def test_the_text_and_not_the_last_step_decides(without_hash):
 @pytest.mark.parametrize("name", ["eagle", "draft-model", "hydra++"])
 def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, monkeypatch):
     model = next(one for one in FAMILIES if one.name == name).build(tiny_base("llama-gqa"))
-    heads = settings.drafter_hash(model.drafter)
+    heads = entries.drafter_hash(model.drafter)
     model.generation_config.calibration = [entry(2, heads_hash=heads)]
     turns = [True, True, *[False] * 40, True, False, True, *[False] * 90]  # whether each step drafts
     call = {**prompt(2, longest=9), **LONG, "max_new_tokens": 50}
@@ -193,7 +187,7 @@ def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
     monkeypatch.setattr(runner, "AHEAD", 8)
     monkeypatch.setattr(runner, "CAPACITY_BUCKET", 1)
     model = next(one for one in FAMILIES if one.name == "eagle").build(tiny_base("llama-gqa"))
-    heads = settings.drafter_hash(model.drafter)
+    heads = entries.drafter_hash(model.drafter)
     model.generation_config.calibration = [entry(2, True, heads, measured={"step_cost": 2.0, "tokens_per_step": 2.0})]
     call = {**prompt(2), **LONG, "max_new_tokens": 24}
     nodes = []
@@ -211,7 +205,7 @@ def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
 @pytest.mark.slow
 def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
-    model.generation_config.calibration = [entry(1, True, settings.drafter_hash(model.drafter))]
+    model.generation_config.calibration = [entry(1, True, entries.drafter_hash(model.drafter))]
     made, compiled = [], runner.compiled
 
     def only_once(function, config):
@@ -242,7 +236,7 @@ def test_without_an_entry_a_cpu_drafts_where_that_pays(guess, cost, drafted, row
     call = {**prompt(rows, longest=9), **LONG}
     text = base.generate(**call)
     model, nodes = Drafted(base, Oracle(base, text.tolist(), guess)), []
-    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees: [cost] * len(trees))
+    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees, *_: [cost] * len(trees))
     found = model.generate(**call, on_step=lambda record: nodes.append(record.drafted) if record.step else None)
     assert torch.equal(found, text)
     assert nodes.count(1) == 0 if drafted else len(nodes) - nodes.count(1) < 3, nodes
@@ -255,12 +249,12 @@ def test_what_the_cost_does_not_decide_is_not_measured():
         ({"draft_tree": [[0]]}, KEY),
         ({"draft_tree": "dynamic"}, KEY),
     ):
-        assert DraftSettings(**asked).plan_for(key, 4, 67, costs=None).switch is None
+        assert planned(key, None, depth=4, **asked).switch is None
     for key in (KEY, KEY._replace(execution="compiled")):
-        assert DraftSettings().plan_for(key, 4, 67, lambda trees: [1.25]).switch == (1.25, USUAL, ALLOWANCE)
-    assert DraftSettings().plan_for(KEY, 4, 67).switch == (UNMEASURED, USUAL, ALLOWANCE)
+        assert planned(key, Costs(1.25), depth=4).switch[:3] == (1.25, USUAL, ALLOWANCE)
+    assert planned(KEY, Costs(None), depth=4).switch == (UNMEASURED, USUAL, ALLOWANCE, None)
     gpu = KEY._replace(threads=None, execution="recorded")
-    assert DraftSettings(draft_tree="auto").plan_for(gpu, 4, 67, costs=None).switch.cost == UNMEASURED
+    assert planned(gpu, None, depth=4, draft_tree="auto").switch.cost == UNMEASURED
 
 
 def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():
@@ -295,10 +289,10 @@ def test_a_damaged_entry_is_refused_in_one_line(measured):
     with pytest.raises(
         ValueError, match=r"the calibration entry for .+, batch size 1, is damaged \(.+\): run"
     ) as refused:
-        settings.expected_of(entry(measured=measured))
+        entries.expected_of(entry(measured=measured))
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
 def test_an_entry_of_an_earlier_version_says_what_a_step_costs():
     earlier = {"tree_seconds": 0.3, "base_step_seconds": 0.2, "tokens_per_step": 2.0}
-    assert settings.expected_of(entry(measured=earlier)) == (pytest.approx(1.5), 2.0)
+    assert entries.expected_of(entry(measured=earlier)) == (pytest.approx(1.5), 2.0)
