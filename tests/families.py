@@ -10,6 +10,7 @@ from transformers import DynamicCache, LlamaConfig, Qwen3Config
 
 from hf_drafthead.bases.releases import CACHE, cache_argument
 from hf_drafthead.modeling import (
+    DFlash2ForCausalLM,
     DFlashForCausalLM,
     DraftHeadConfig,
     DraftHeadPreTrainedModel,
@@ -132,6 +133,13 @@ DSPARK_VARIANTS = {
     "confidence_head": True,
     "confidence_with_markov": False,
 }
+# Windows that count from every slot, more taps, logits and embeddings that are scaled, fewer tokens.
+DFLASH2_VARIANTS = {
+    name: value for name, value in DSPARK_VARIANTS.items() if "markov" not in name and "confid" not in name
+}
+DFLASH2_VARIANTS |= {"conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 5, "selector_top_k": 7}
+DFLASH2_VARIANTS |= {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
+DFLASH2_VARIANTS |= {"share_lm_head": False, "draft_vocab_size": 50, "sample_from_anchor": True}
 
 
 def own_fields(config: DraftHeadConfig) -> dict[str, Any]:
@@ -150,6 +158,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "mtp": {"draft_vocab_size": 50},
     "gemma4-assistant": {"num_draft_heads": 3, "num_layers": 2},
     "dflash": {"num_draft_heads": 3, "num_layers": 1},
+    "dflash2": {"num_draft_heads": 3, "num_layers": 1, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 9},
     "dspark": {"num_draft_heads": 3, "num_layers": 1, "markov_rank": 6, "draft_vocab_size": 50},
 }
 FAMILIES = [
@@ -162,3 +171,4 @@ FAMILIES.insert(
 FAMILIES.append(Family("eagle3-variants", Eagle3ForCausalLM, EAGLE3_VARIANTS))
 FAMILIES.append(Family("mtp-modules", MtpForCausalLM, MTP_VARIANTS))
 FAMILIES.append(Family("dspark-variants", DFlashForCausalLM, DSPARK_VARIANTS))
+FAMILIES.append(Family("dflash2-variants", DFlash2ForCausalLM, DFLASH2_VARIANTS))

@@ -6,10 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import GenerationConfig
@@ -17,6 +18,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.base_tensors import base_tensor, same_values
 from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write_safetensors
+from hf_drafthead.formats.fields import halves, head_fields
 from hf_drafthead.formats.layout import Heads, Layout
 from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
@@ -175,7 +177,9 @@ def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
             f"{', '.join(sorted(known_fields))}."
         )
     try:
+        file = replace(file, config=head_fields(file, layout.name))
         heads = layout.read(file, fields)
+        heads.tensors = halves(file.name, file.config, heads.tensors)
     except OF_WRONG_TYPES as error:
         raise ValueError(
             f"{file.name!r} has in its config.json a value, or a tensor, of a form that no {layout.name} file has "
@@ -232,12 +236,30 @@ def _config_of(
     blank = heads.model_class._blank(copy.deepcopy(config), build_base=False)  # which chooses implementations
     tensors: Mapping[str, Any] = {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()}
     check_tensors(name, tensors, blank.state_dict())
+    _try_to_guess(name, blank.drafter, config)
     if broken := [key for joined in heads.tensors.values() for key in joined.not_finite()]:
         raise ValueError(
             f"{name!r} holds NaN or infinity in {broken[0]!r} and {len(broken) - 1} more tensor(s), as after a "
             "training that diverged or an overflow of float16: get another copy."
         )
     return config
+
+
+def _try_to_guess(name: str, drafter: Any, config: Any) -> None:
+    """Guess once from random states, without memory: what no layer can compute shows before the file is converted."""
+    layer = config.own_layer if getattr(config, "own_embeddings", False) else config.get_text_config()
+    width = layer.hidden_size if layer is config.own_layer else config.width
+    drafter.__dict__["embed"] = lambda tokens, like: like.new_zeros(*tokens.shape, width)
+    features = config.width * sum(isinstance(read, int) for read in drafter.reads) + drafter.key_width
+    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    try:
+        with torch.no_grad():
+            drafter.head_states(torch.zeros(1, 4, features, device="meta"), ids)
+    except Exception as error:
+        raise ValueError(
+            f"the heads at {name!r} cannot guess with what its config.json says ({in_one_line(error)}): correct it."
+        ) from error
+    del drafter.__dict__["embed"]
 
 
 def _refuse_misfit(name: str, heads: Heads, text: Any, base: str) -> None:

@@ -12,21 +12,32 @@ inputs; DeepSpec reads the anchor's slot, z-lab does not; z-lab's own code ignor
 has the block causal in them. All that is read from config.json, and refused where that does not tell.
 """
 
-import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor
-from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.eagle3 import COPIES_OF_THE_BASE, draft_map, drop_identity, read_draft_tokens, read_vocabulary
-from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
+from hf_drafthead.formats.disk import Joined, Source
+from hf_drafthead.formats.eagle3 import IDS as OF_EAGLE
+from hf_drafthead.formats.eagle3 import draft_map, read_draft_tokens, read_vocabulary
+from hf_drafthead.formats.fields import (
+    ANCHOR,
+    MASK,
+    SLIDING,
+    flag,
+    layer_types,
+    llama_fields,
+    read_layer_config,
+    said,
+)
 from hf_drafthead.formats.layout import SGLANG, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
 from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.dflash import DFlashForCausalLM
-from hf_drafthead.modeling.files import shortened
+from hf_drafthead.modeling.dflash2 import DFlash2ForCausalLM
 
+CODEBOOKS = ("predecessor", "successor")  # in whose names some files have .weight
 PREFIXES: Prefixes = [
     ("body.layers.", "layers."),
     ("markov.w1.", "markov_head.markov_w1."),
@@ -34,27 +45,27 @@ PREFIXES: Prefixes = [
     ("markov.gate.", "markov_head.gate_proj."),
     ("markov.joint.", "markov_head.joint_proj."),
     ("confidence.", "confidence_head.proj."),
+    *((f"selector.{part}_codebook.weight", f"candidate_selector.{part}_codebook") for part in CODEBOOKS),
+    ("selector.", "candidate_selector."),
     *((name, name) for name in ("fc.", "hidden_norm.", "norm.")),
 ]
 IDS = "aux_hidden_state_layer_ids"  # of speculators
 Z_LAB, DEEPSPEC = "DFlashDraftModel", "Qwen3DSparkModel"
-# Of drafters that are built otherwise: what begins or stands in the name of a tensor, and how they are called.
-OTHERS = {
-    "attention_conv.": "DFlash 2",
-    "candidate_selector.": "DFlash 2",
-    "prefix_gru.": "Domino",
-    "embed_proj.": "Domino",
-    "sink": "a block drafter with attention sinks (MiMo)",
-    "mask_hidden": "P-EAGLE",
+# Whether the slot of the anchor is read, by architecture; a flag in the file wins.
+ANCHORS = {
+    Z_LAB: False,
+    "DFlash2DraftModel": False,
+    DEEPSPEC: True,
+    "DSparkDraftModel": True,
+    "Lfm2DSparkDraftModel": True,
 }
-SCALES = ("output_multiplier", "final_logit_softcapping", "input_embedding_scale")  # of DFlash 2
+SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 OPEN = {  # config field here: what the file does not say
     "feature_layers": "which layers of the base it reads",
     "num_draft_heads": "block_size",
     "mask_token_id": "mask_token_id",
     "sample_from_anchor": "whether the anchor's slot is read (sample_from_anchor)",
-    "causal_layers": "whether the slots of its sliding layers see only those before them, and from where the window "
-    "counts (from the anchor, as in speculators, if you say which layers are causal)",
+    "causal_layers": "whether the slots of its sliding layers see only those before them",
 }
 
 
@@ -62,37 +73,42 @@ class BlockDrafter(Layout):
     """A block drafter of z-lab, SpecForge, JetSpec or DeepSpec."""
 
     name = "DFlash"
-    family = DFlashForCausalLM
+    family: ClassVar[type[DraftHeadPreTrainedModel]] = DFlashForCausalLM
     targets = ("sglang",)
+    architecture: ClassVar[str] = Z_LAB
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        return is_block_drafter(keys) and KIND not in config
+        second = any(key.startswith("candidate_selector.") for key in keys)
+        return is_block_drafter(keys) and KIND not in config and second == (self.family is DFlash2ForCausalLM)
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config, name = source.config, source.name
-        nested = config.get("dflash_config") or {}
-        architecture = (config.get("architectures") or ["none"])[0]
-        ids = _field(name, "target_layer_ids", config, nested)
-        last = config.get("num_target_layers")
+        ids, inputs, last = config.get("target_layer_ids"), config.get(OF_EAGLE), config.get("num_target_layers")
         if fields.get("feature_layers") is None and ids and last and max(ids) >= last - 1:
             raise ValueError(
                 f"{name!r} reads the output of the base's last layer ({max(ids)} of target_layer_ids), which is meant "
                 "before the final norm by engines and after it by the code that trained it: it cannot be loaded."
             )
-        reads_anchor = {Z_LAB: False, DEEPSPEC: True}.get(architecture)
-        for key in ("shift_label", "sample_from_anchor"):
-            reads_anchor = reads_anchor if (flag := _flag(name, key, config, nested)) is None else flag
-        causal = None
-        for key in ("is_causal", "causal", "causal_head"):
-            causal = _flag(name, key, config, nested) if causal is None else causal
+        features = said(name, {"target_layer_ids": ids and [layer + 1 for layer in ids], OF_EAGLE: inputs})
+        reads_anchor = ANCHORS.get((config.get("architectures") or ["none"])[0])
+        flags = {key: flag(name, config, key) for key in ("shift_label", "sample_from_anchor", ANCHOR)}
+        if flags[ANCHOR] is not None:
+            flags[ANCHOR] = not flags[ANCHOR]
+        says_anchor = said(name, flags)
         form = {
-            "feature_layers": None if ids is None else [layer + 1 for layer in ids],
-            "block_size": _field(name, "block_size", config, nested),
-            "mask_token_id": _field(name, "mask_token_id", config, nested),
-            "sample_from_anchor": reads_anchor,
-            "causal": causal,
+            "feature_layers": features,
+            "block_size": config.get("block_size") or (16 if self.family is DFlash2ForCausalLM else None),
+            "mask_token_id": said(name, config, *MASK),
+            "sample_from_anchor": reads_anchor if says_anchor is None else says_anchor,
+            "causal": flag(name, config, "is_causal", "causal", "causal_head"),
+            "window_per_slot": True,
+            **{key: config.get(key) or None for key in SCALES},
         }
-        return _read(self, source, config, form, fields, None, config.get("base_model_name_or_path"))
+        if form["final_logit_softcapping"] and form["final_logit_softcapping"] < 0:
+            form["final_logit_softcapping"] = None
+        for key in SCALES[:2]:  # of what the base's table and lm_head hold, whatever the base makes of them
+            form[key] = form[key] or 1.0
+        return _read(self, source, config, form, fields, config.get("base_model_name_or_path"))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, text = saved.config, saved.config.get_text_config()
@@ -100,9 +116,11 @@ class BlockDrafter(Layout):
             raise Loss("it has embeddings or an lm_head of its own, and the target takes the base's", SPECULATORS)
         if "draft_tokens" in saved.tensors and config.markov_rank:
             raise Loss("its Markov head is for a draft vocabulary, and the target guesses among all", SPECULATORS)
-        if any(config.windows) or config.causal_layers:
-            what = "some of its layers see a window, or its slots only those before them"
+        if (any(config.windows) and not config.window_per_slot) or config.causal_layers:
+            what = "windows of its layers count from the anchor, or its slots only those before them"
             raise Loss(what + ", for which the target has other rules", SPECULATORS)
+        if config.input_embedding_scale is None and text.model_type.startswith("gemma"):
+            raise Loss("its base multiplies embeddings, and the target takes the rows of their table", SPECULATORS)
         about = _layer_fields(config) | {"num_target_layers": text.num_hidden_layers, "dtype": _dtype(saved)}
         ids = [layer - 1 for layer in config.feature_layers]
         common = {"block_size": config.block_size, "base_model_name_or_path": saved.base}
@@ -115,8 +133,9 @@ class BlockDrafter(Layout):
             )
             raise Loss(what, SPECULATORS)
         else:
-            read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
-            about |= {"architectures": [Z_LAB], "dflash_config": read} | common
+            read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids} | _selector_fields(config)
+            read |= {key: value for key in SCALES if (value := getattr(config, key)) not in (None, 1.0)}
+            about |= {"architectures": [self.architecture], "dflash_config": read, "is_causal": False} | common
         written = {key: tensor for key, tensor in saved.tensors.items() if key != "draft_tokens"}
         tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in written.items()}
         launch = SGLANG.format("DSPARK" if config.markov_rank else "DFLASH")
@@ -126,29 +145,37 @@ class BlockDrafter(Layout):
 SPECULATORS = "use --to speculators"
 
 
+class BlockDrafter2(BlockDrafter):
+    """DFlash 2 of z-lab, incoai or SpecForge."""
+
+    name = "DFlash 2"
+    family = DFlash2ForCausalLM
+    architecture = "DFlash2DraftModel"
+
+
 class SpeculatorsBlock(Layout):
     """A block drafter of the speculators library, with the name of its base."""
 
     name = "speculators (dflash, dspark)"
-    family = DFlashForCausalLM
+    family: ClassVar[type[DraftHeadPreTrainedModel]] = DFlashForCausalLM
     targets = ("speculators",)
     holds_vocabulary = True
+    kinds: ClassVar[Mapping[str, str]] = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        return config.get(KIND) in ("dflash", "dspark")
+        return config.get(KIND) in self.kinds
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config, name = source.config, source.name
-        non_causal = _flag(name, "sliding_window_non_causal", config)
+        non_causal = flag(name, config, "sliding_window_non_causal")
         form = {
             "feature_layers": config.get(IDS),
             "block_size": config.get("block_size"),
-            "mask_token_id": config.get("mask_token_id"),
-            "sample_from_anchor": _flag(name, "sample_from_anchor", config),
+            "mask_token_id": said(name, config, *MASK),
+            "sample_from_anchor": flag(name, config, "sample_from_anchor"),
             "causal": None if non_causal is None else "sliding" if not non_causal else False,
         }
-        layer = config.get("transformer_layer_config") or {}
-        return _read(self, source, layer, form, fields, config.get("target_hidden_size"), verifier_of(config))
+        return _read(self, source, config.get("transformer_layer_config") or {}, form, fields, verifier_of(config))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, text = saved.config, saved.config.get_text_config()
@@ -156,6 +183,10 @@ class SpeculatorsBlock(Layout):
         if config.causal_layers not in ([], sliding):
             what = f"the slots of the layers {config.causal_layers} see those before them, and the target has this for"
             raise Loss(f"{what} all sliding layers or none", "train it otherwise")
+        if sliding and config.window_per_slot:
+            raise Loss("its windows count from every slot, and the target's from the anchor", "use --to sglang")
+        if scale := next((key for key in SCALES if getattr(config, key) not in (None, 1.0)), None):
+            raise Loss(f"it has {scale} {getattr(config, scale)}, for which the target has no place", "use --to sglang")
         tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in saved.tensors.items()}
         tokens = tensors.pop("draft_tokens", None)
         if tokens is not None:
@@ -174,7 +205,7 @@ class SpeculatorsBlock(Layout):
         about: dict[str, Any] = {
             KIND: config.family,
             "speculators_version": VERSION,
-            "architectures": ["DSparkSpeculator" if config.markov_rank else "DFlashSpeculator"],
+            "architectures": [self.kinds[config.family]],
             "draft_vocab_size": config.draft_vocab_size or text.vocab_size,
             "block_size": config.block_size,
             IDS: list(config.feature_layers),
@@ -187,8 +218,16 @@ class SpeculatorsBlock(Layout):
             "transformer_layer_config": _layer_fields(config),
             "speculators_config": speculators_config(saved, config.family, config.num_draft_heads),
         }
-        about |= _markov_fields(config) if config.markov_rank else {}
+        about |= _selector_fields(config) | (_markov_fields(config) if config.markov_rank else {})
         return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
+
+
+class SpeculatorsBlock2(SpeculatorsBlock):
+    """DFlash 2 of the speculators library."""
+
+    name = "speculators (dflash2)"
+    family = DFlash2ForCausalLM
+    kinds: ClassVar[Mapping[str, str]] = {"dflash2": "DFlash2DraftModel"}
 
 
 def is_block_drafter(keys: Iterable[str]) -> bool:
@@ -197,29 +236,12 @@ def is_block_drafter(keys: Iterable[str]) -> bool:
     return {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.k_proj.weight"} <= names
 
 
-def _field(name: str, key: str, *configs: Mapping[str, Any]) -> Any:
-    """What one of the configs says of a key; None if none does. Two that differ are refused."""
-    values = [config[key] for config in configs if config.get(key) is not None]
-    if any(value != values[0] for value in values):
-        raise ValueError(f"{name!r} says {key} twice, {values[0]} and {values[1]}: correct its config.json.")
-    return values[0] if values else None
-
-
-def _flag(name: str, key: str, *configs: Mapping[str, Any]) -> bool | None:
-    """As `_field`, of what is true or false."""
-    value = _field(name, key, *configs)
-    if value is None or isinstance(value, bool):
-        return value
-    raise ValueError(f"{name!r} says {key} {shortened.repr(value)}, expected true or false: correct its config.json.")
-
-
 def _read(
     layout: Layout,
     source: Source,
     layer: Mapping[str, Any],
     form: dict[str, Any],
     fields: Mapping[str, Any],
-    target_width: int | None,
     base: str | None,
 ) -> Heads:
     """A block drafter.
@@ -229,29 +251,22 @@ def _read(
         form: what the layout says of `feature_layers`, `block_size`, `mask_token_id`, `sample_from_anchor` and
             `causal` (True, False, or "sliding" for those layers); None where it says nothing.
         fields: that the user sets, in place of what the layout does not say.
-        target_width: Ht, where it is not the drafter's own width.
         base: that the layout names.
 
     Raises:
         ValueError: something is not said, a tensor is missing or of another shape, or it is another kind of drafter.
     """
-    reader, config = Reader(source.name, source.tensors), source.config
-    _refuse_others(source)
+    named = {key.replace("_codebook.weight", "_codebook"): tensor for key, tensor in source.tensors.items()}
+    reader, config = Reader(source.name, named), source.config
     layers = 1 + max(int(key.split(".")[1]) for key in source.tensors if key.startswith("layers."))
-    kinds = list(layer.get("layer_types") or [])
-    if not {"full_attention", "sliding_attention"}.issuperset(kinds):
-        raise ValueError(
-            f"{source.name!r} has the layer_types {shortened.repr(layer['layer_types'])}: expected 'full_attention' or "
-            "'sliding_attention' for each of its layers, others have no family here."
-        )
-    sliding = [number for number, kind in enumerate(kinds[:layers]) if kind == "sliding_attention"]
-    if not sliding or form["causal"] is not None:
-        causal = form["causal"]
+    kinds, _ = layer_types(source.name, layer, layers)
+    sliding = [number for number, kind in enumerate(kinds) if kind == SLIDING]
+    causal = form.pop("causal")
+    if not sliding or causal is not None:
         form["causal_layers"] = sliding if causal == "sliding" else [*range(layers)] if causal else []
     anchor = form["sample_from_anchor"] if fields.get("sample_from_anchor") is None else fields["sample_from_anchor"]
     block = form.pop("block_size")
     form["num_draft_heads"] = None if block is None else block - (anchor is False)
-    form.pop("causal")
     for name, missing in OPEN.items():
         if fields.get(name) is None and form.get(name) is None:
             raise ValueError(
@@ -260,7 +275,7 @@ def _read(
             )
         form[name] = form.get(name) if fields.get(name) is None else fields[name]
     width, wide = reader.take("fc.weight").shape
-    target_width = target_width or width
+    target_width = config.get("target_hidden_size") or width
     if wide != target_width * len(form["feature_layers"]):
         raise ValueError(
             f"{source.name!r} has 'fc.weight' {[width, wide]}, which joins {wide / target_width:g} hidden states of "
@@ -276,32 +291,27 @@ def _read(
         tensors["embed_tokens.weight"] = reader.one("embed_tokens.weight", (vocab_size, width))
     if not shared:
         tensors["lm_head.weight"] = reader.one("lm_head.weight", (draft_size, width))
-    if draft_size < vocab_size:
-        tensors["draft_tokens"] = read_draft_tokens(reader, draft_size, vocab_size)
-    else:
-        drop_identity(reader)
+    tensors |= read_draft_tokens(reader, draft_size, vocab_size)
     has_own = {"embed_tokens.weight": own_embeddings, "lm_head.weight": not shared}
     copies = reader.copies({key: which for key, which in COPIES.items() if not has_own[key]})
-    for key in COPIES_OF_THE_BASE:
-        if key in reader:
-            reader.drop(key, "the base's own, which only training needs")
     if not (layer.get("rope_theta") or layer.get("rope_parameters")):
         raise ValueError(
             f"{source.name!r} does not say rope_theta or rope_parameters of its layers, which need not be the base's: "
             "give a folder whose config.json does."
         )
-    layer_config = read_layer_config(reader, "layers.0.", layer, width, vocab_size)
-    layer_config.num_hidden_layers = layers
-    layer_config.layer_types = kinds or ["full_attention"] * layers
+    if (scale := config.get("attention_value_scale") or 1.0) != 1.0:  # of values, and so of what attention gives out
+        for key in [key for key in tensors if key.endswith("o_proj.weight")]:
+            tensors[key] = Joined((tensors[key].tensor() * scale,), tensors[key].shape, tensors[key].sources)
+    layer_config = read_layer_config(reader, "layers.0.", layer, width, vocab_size, layers)
+    layer_config.layer_types = kinds
     form |= {
         "draft_vocab_size": draft_size if draft_size < vocab_size else None,
         "layer_config": layer_config,
         "num_layers": layers,
         "own_embeddings": own_embeddings,
         "share_lm_head": shared,
-        **_read_heads(reader, config),
+        **(_read_selector if layout.family is DFlash2ForCausalLM else _read_heads)(reader, config),
     }
-    reader.note_difference(layer, "num_hidden_layers", layers)
     more = {"hidden_size": target_width, "vocab_size": vocab_size, "base": base, "copies": copies}
     return reader.heads(layout, form, tensors, **more)
 
@@ -333,17 +343,22 @@ def _read_heads(reader: Reader, config: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _refuse_others(source: Source) -> None:
-    """Refuse what only looks like these drafters, by its name."""
-    for part, other in OTHERS.items():
-        if any(part in key for key in source.tensors):
-            raise ValueError(f"{source.name!r} is {other}, which has no family here: get a DFlash or DSpark drafter.")
-    scaled = [key for key in SCALES if source.config.get(key) not in (None, 1, 1.0)]
-    if scaled:
-        raise ValueError(f"{source.name!r} has {scaled[0]} {source.config[scaled[0]]}, which has no place here.")
-    beside = os.path.join(os.path.dirname(source.files[0]), "mask_embedding.pt")
-    if os.path.exists(beside):
-        raise ValueError(f"{beside!r} replaces the embedding of the mask token, for which there is no place here.")
+def _read_selector(reader: Reader, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Config fields of DFlash 2's convolutions and selector, by their tensors."""
+    _, taps, width = reader.take("layers.0.attention_conv.base_kernel").shape
+    rows = len(reader.take("layers.0.attention_conv.kernel_projection.weight"))
+    tokens, rank = reader.take("candidate_selector.predecessor_codebook").shape
+    if config.get("selector_vocab_size") not in (None, tokens):
+        raise ValueError(f"{reader.name!r} has selector_vocab_size {config['selector_vocab_size']} of {tokens} tokens.")
+    sizes = {"conv_kernel_size": taps, "conv_group_size": 2 * taps * width // rows, "selector_rank": rank}
+    for name, size in sizes.items():
+        reader.note_difference(config, name, size)
+    return {**sizes, "selector_top_k": config.get("selector_top_k") or 16}
+
+
+def _selector_fields(config: Any) -> dict[str, Any]:
+    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def _layer_fields(config: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, ROWS_AT_ONCE, read_base_tensor
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
+from hf_drafthead.formats.fields import llama_fields, read_layer_config
 from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Reader, SavedHeads, renamed
 from hf_drafthead.modeling import EagleForCausalLM
 

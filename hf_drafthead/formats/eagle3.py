@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_drafthead.formats.base_tensors import INPUT, base_tensor, same_values
 from hf_drafthead.formats.disk import Joined, Source
-from hf_drafthead.formats.layer_config import llama_fields, read_layer_config
+from hf_drafthead.formats.fields import llama_fields, read_layer_config
 from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 from hf_drafthead.modeling.files import shortened
@@ -36,7 +36,6 @@ NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 FIRST = ("midlayer.", "layers.0.")
 LATER = re.compile(r"layers\.(\d+)\.")
 LEGACY_NORMS = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]
-COPIES_OF_THE_BASE = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
 class Eagle3(Layout):
@@ -95,7 +94,7 @@ def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
         return list(fields["feature_layers"])
     refuse_without_auxiliary(source)
     config = source.config
-    ids = config.get(IDS) or _nested(config).get(IDS)
+    ids = config.get(IDS)
     if not ids:  # an empty list is what engines take for none
         return None
     if not isinstance(ids, list) or not all(type(layer) is int for layer in ids):
@@ -120,21 +119,13 @@ def refuse_without_auxiliary(source: Source) -> None:
 
     Such a head has no layer that joins features; where its file has one all the same, what it reads is not said.
     """
-    for about in (source.config, _nested(source.config)):
-        for name in AUXILIARY:
-            if about.get(name) is not None and not about[name]:
-                raise ValueError(
-                    f"{source.name!r} says {name} {about[name]!r}, a head that reads the base's last hidden state and "
-                    "no auxiliary ones: EAGLE-3 heads here read the inputs of layers; convert heads that were trained "
-                    "with auxiliary states, or, if these were, say which by feature_layers= (on the command line "
-                    "--set)."
-                )
-
-
-def _nested(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says of the head in an object of its own."""
-    nested = config.get("eagle_config")
-    return nested if isinstance(nested, dict) else {}
+    for name in AUXILIARY:
+        if source.config.get(name) is not None and not source.config[name]:
+            raise ValueError(
+                f"{source.name!r} says {name} {source.config[name]!r}, a head that reads the base's last hidden state "
+                "and no auxiliary ones: EAGLE-3 heads here read the inputs of layers; convert heads that were trained "
+                "with auxiliary states, or, if these were, say which by feature_layers= (on the command line --set)."
+            )
 
 
 def _norm_output(source: Source, fields: Mapping[str, Any]) -> bool:
@@ -266,10 +257,7 @@ def read_pair_head(
         draft_size = len(reader.tensors["d2t"]) if "d2t" in reader else config.get("draft_vocab_size") or vocab_size
         reader.notes.append("the file has no lm_head: the base's is used.")
     tensors = {"fc.weight": reader.one("fc.weight"), "norm.weight": reader.one("norm.weight", (width,))}
-    if draft_size < vocab_size:
-        tensors["draft_tokens"] = read_draft_tokens(reader, draft_size, vocab_size)
-    else:
-        drop_identity(reader)
+    tensors |= read_draft_tokens(reader, draft_size, vocab_size)
     norms = LEGACY_NORMS if LEGACY_NORMS[0] in reader else [f"fc_norm.{i}.weight" for i in range(count)]
     optional = {
         "lm_head.weight": (draft_size, width),
@@ -281,11 +269,9 @@ def read_pair_head(
     if norms[0] in reader:
         tensors |= {f"fc_norm.{i}.weight": reader.one(key, (target_width,)) for i, key in enumerate(norms)}
     layers = 1 + max((int(match[1]) for key in source.tensors if (match := LATER.match(key))), default=0)
-    layer_config = read_layer_config(reader, first, layer, width, vocab_size)
+    layer_config = read_layer_config(reader, first, layer, width, vocab_size, layers)
+    layer_config.num_hidden_layers = 1
     tensors |= reader.renamed(_prefixes(first, layers))
-    for key in COPIES_OF_THE_BASE:
-        if key in reader:
-            reader.drop(key, "the base's own, which only training needs")
     form = flags | {
         "draft_vocab_size": draft_size,
         "layer_config": layer_config,
@@ -301,7 +287,6 @@ def read_pair_head(
             reader.take(key)  # a lost norm: say so
     for name in ("norm_before_fc", "fc_norm", "draft_vocab_size"):
         reader.note_difference(config, name, form[name])
-    reader.note_difference(layer, "num_hidden_layers", layers)
     return reader.heads(layout, form, tensors, hidden_size=target_width, vocab_size=vocab_size, base=base)
 
 
@@ -343,12 +328,21 @@ def read_vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
     return sizes[0]
 
 
-def read_draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> Joined:
-    """The base's id of each token of the draft vocabulary (D,).
+def read_draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> dict[str, Joined]:
+    """The base's id of each token of the draft vocabulary (D,), by its name here; nothing where that is the base's.
 
     Raises:
         ValueError: neither d2t nor t2d is there, or they disagree: with a wrong map every guess is a wrong token.
     """
+    if draft_size == vocab_size:
+        if "d2t" in reader and reader.take("d2t").any():
+            raise ValueError(
+                f"{reader.name!r} has a d2t that exchanges tokens, though it guesses among all of them: it is damaged, "
+                "get the file again."
+            )
+        for name in {"d2t", "t2d"} & set(reader.tensors):
+            reader.drop(name, "it guesses among all tokens of the base")
+        return {}
     marked = reader.take("t2d", (vocab_size,)).bool() if "t2d" in reader else None
     if "d2t" in reader:
         tokens = reader.take("d2t", (draft_size,)).long() + torch.arange(draft_size)
@@ -367,23 +361,11 @@ def read_draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> Joine
                 f"{reader.name!r} has a d2t that does not name {draft_size} different tokens of {vocab_size}"
                 f"{' that t2d marks' if marked is not None else ''}: it is damaged, get the file again."
             )
-        return Joined((tokens,), (draft_size,), ("d2t",))
+        return {"draft_tokens": Joined((tokens,), (draft_size,), ("d2t",))}
     if marked is None or int(marked.sum()) != draft_size:
         raise ValueError(
             f"{reader.name!r} has lost its d2t: nothing says which {draft_size} of {vocab_size} tokens it guesses "
             "among, get a file that has it."
         )
     reader.notes.append("the file has no d2t: the draft vocabulary is what t2d marks, in ascending order.")
-    return Joined((marked.nonzero()[:, 0],), (draft_size,), ("t2d",))
-
-
-def drop_identity(reader: Reader) -> None:
-    """Leave out a map of all tokens to themselves; another map is refused."""
-    if "d2t" in reader and reader.take("d2t").any():
-        raise ValueError(
-            f"{reader.name!r} has a d2t that exchanges tokens, though it guesses among all of them: it is damaged, get "
-            "the file again."
-        )
-    for name in ("d2t", "t2d"):
-        if name in reader:
-            reader.drop(name, "it guesses among all tokens of the base")
+    return {"draft_tokens": Joined((marked.nonzero()[:, 0],), (draft_size,), ("t2d",))}

@@ -145,6 +145,8 @@ class Reader:
         for key in self.tensors:
             if key.endswith("inv_freq"):
                 self.drop(key, "computed from the config")
+            elif key.startswith("verifier_"):
+                self.drop(key, "the base's own, which only training needs")
             elif (name := renamed(key, theirs)) is not None:
                 tensors[name] = self.one(key)
         return tensors

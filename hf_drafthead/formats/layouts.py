@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from hf_drafthead.formats.dflash import BlockDrafter, SpeculatorsBlock
+from hf_drafthead.formats.dflash import BlockDrafter, BlockDrafter2, SpeculatorsBlock, SpeculatorsBlock2
 from hf_drafthead.formats.disk import Source, find_sources
 from hf_drafthead.formats.eagle import Eagle
 from hf_drafthead.formats.eagle3 import Eagle3
@@ -16,7 +16,15 @@ from hf_drafthead.formats.speculators import Speculators
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
 LAYOUTS: tuple[Layout, ...] = (Medusa(), MedusaFull(), MedusaVllm(), Hydra(), Eagle(), Eagle3(), Speculators())
-LAYOUTS += (SpeculatorsMtp(), BaseModules(), BlockDrafter(), SpeculatorsBlock(), GemmaAssistant())
+LAYOUTS += (
+    SpeculatorsMtp(),
+    BaseModules(),
+    BlockDrafter(),
+    BlockDrafter2(),
+    SpeculatorsBlock(),
+    SpeculatorsBlock2(),
+    GemmaAssistant(),
+)
 OWN_PREFIXES = ("drafter.", "base.")  # names of this library
 
 

@@ -15,6 +15,7 @@ and the block beside them under the names of the base's layers. The speculators 
 further under MiMo's names, embedding first.
 """
 
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,11 +32,12 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor, same_values
+from hf_drafthead.formats.disk import read_pickle
 from hf_drafthead.formats.gguf import gguf_blocks
 from hf_drafthead.formats.layout import Loss, renamed
-from hf_drafthead.modeling.checkpoint import INDEX, WEIGHTS, fetch_file, map_tensors
+from hf_drafthead.modeling.checkpoint import PICKLE, WEIGHTS, fetch_file, map_tensors
 from hf_drafthead.modeling.decoder_layer import one_layer_config, types_of
-from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
+from hf_drafthead.modeling.files import in_one_line, read_json
 from hf_drafthead.modeling.gguf_files import split_gguf
 from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpKind, modules_counted, own_block
 
@@ -95,7 +97,8 @@ OTHER_FORMS = {
 ROOT = r"(?:model\.|language_model\.)*"
 BLOCK = "body.layer."  # of a module here
 COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
-SCALE = "_scale_inv"  # of blocks of an FP8 weight, behind its name
+SCALES = ("_scale_inv", "_scale")  # of blocks of an FP8 weight, of its rows or of all of it, behind its name
+BESIDE = ("mtp.safetensors", "mtp.bin")  # files of modules that an index may leave out
 
 
 @dataclass(frozen=True)
@@ -119,17 +122,34 @@ class StoredModules:
 
         Raises:
             OSError: a file cannot be read.
-            ValueError: a tensor is in a type that is no number, such as packed 4-bit weights.
+            ValueError: a tensor is in a type that is no number, such as packed 4-bit weights, or has scales of another
+                form.
         """
         stored: dict[str, Tensor] = {}
         for file in sorted(set(self.files.values())):
-            with open_tensors(file) as opened:
-                stored |= {key: opened.get_tensor(key) for key, holder in self.files.items() if holder == file}
-        plain = {key: place for key, place in self.ours.items() if not key.endswith(SCALE)}
-        return by_module(self.count, plain, lambda key: self._plain(key, stored[key], stored.get(key + SCALE)))
+            opened = _tensors_of(file)
+            stored |= {key: opened[key] for key, holder in self.files.items() if holder == file}
+        scales = {key + end: stored[key + end] for key in stored for end in SCALES if key + end in stored}
+        of_inputs = {
+            key for key in stored if key.endswith("input_scale")
+        }  # of activations, which are not quantized here
+        plain = {key: place for key, place in self.ours.items() if key not in scales and key not in of_inputs}
+
+        def unpacked(key: str) -> Tensor:
+            scale = next((scales[key + end] for end in SCALES if key + end in scales), None)
+            return self._plain(key, stored[key], scale)
+
+        return by_module(self.count, plain, unpacked)
 
     def _plain(self, key: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
+        if scale is not None and scale.dim() < tensor.dim():  # one for all, or for each of the first dimension
+            scale = scale.reshape(scale.shape + (1,) * (tensor.dim() - scale.dim()))
         if scale is not None:
+            if scale.dim() != tensor.dim() or any(n > size or not n for n, size in zip(scale.shape, tensor.shape)):
+                raise ValueError(
+                    f"{self.place!r} holds {key!r} {list(tensor.shape)} with scales {list(scale.shape)}, which are not "
+                    "those of its blocks, its rows or all of it: download it again."
+                )
             blocks = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
             wide = scale.float()
             for dim, block in enumerate(blocks):
@@ -160,6 +180,9 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
     shards = _shards(place, hub)
     indexed = modules_in(shards, text)
     if indexed is None:
+        shards = _beside(place, set(shards.values()), bool(modules_counted(text)), hub)
+        indexed = modules_in(shards, text)
+    if indexed is None:
         return None
     form, kind = OTHER_FORMS.get(text.model_type), MTP_KINDS.get(text.model_type, MtpKind())
     if not kind.rotary and own_block(text, kind) is None:
@@ -173,7 +196,7 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
     files = {}
     for key in ours:
         if (file := fetch_file(place, shards[key], hub)) is None:
-            raise OSError(f"{place!r} lacks {shards[key]}, which its {INDEX} names: download it again.")
+            raise OSError(f"{place!r} lacks {shards[key]}, which its index names: download it again.")
         files[key] = file
     return StoredModules(place, count, files, ours)
 
@@ -191,6 +214,11 @@ def modules_in(
     keys = list(keys)
     for names in only or (NAMES.get(text.model_type, DEEPSEEK), DEEPSEEK, QWEN, MIMO, MIMO_V2, ERNIE):
         if modules := dict(_modules_named(keys, names, text.num_hidden_layers)):
+            if missing := sorted(set(range(max(modules))) - set(modules)):
+                raise ValueError(
+                    f"of the modules for multi-token prediction number {missing[0]} is missing, and number "
+                    f"{max(modules)} is there: the files are not complete, download them again."
+                )
             return len(modules), {
                 key: (index, name)
                 for index, root in modules.items()
@@ -216,13 +244,30 @@ def form_of(modules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shards(place: str, hub: Mapping[str, Any]) -> dict[str, str]:
-    """By name of every tensor, the name of the file that holds it; empty where there are no safetensors."""
-    if (index := fetch_file(place, INDEX, hub)) is not None:
-        return dict(read_json(index).get("weight_map") or {})
-    if (file := fetch_file(place, WEIGHTS, hub)) is None:
-        return {}
-    with open_tensors(file) as tensors:
-        return dict.fromkeys(tensors.keys(), WEIGHTS)
+    """By name of every tensor, the name of the file that holds it; empty where there are none."""
+    for name in (WEIGHTS, PICKLE):
+        if (index := fetch_file(place, f"{name}.index.json", hub)) is not None:
+            return dict(read_json(index).get("weight_map") or {})
+        if (file := fetch_file(place, name, hub)) is not None:
+            return dict.fromkeys(_tensors_of(file), name)
+    return {}
+
+
+def _beside(place: str, known: set[str], counted: bool, hub: Mapping[str, Any]) -> dict[str, str]:
+    """As `_shards`, of files that no index names: of a folder all, of a repository those that modules are named for.
+
+    counted: whether the config says that there are modules; a repository is not asked for files otherwise.
+    """
+    names = [name for name in BESIDE if counted]
+    if os.path.isdir(place):
+        names = sorted(file.name for file in Path(place).iterdir() if file.suffix in (".safetensors", ".bin"))
+    files = {name: fetch_file(place, name, hub) for name in names if name not in known}
+    return {key: name for name, file in files.items() if file is not None for key in _tensors_of(file)}
+
+
+def _tensors_of(file: str) -> Mapping[str, Tensor]:
+    """The tensors of a file, mapped from disk where it allows it."""
+    return map_tensors([file]) if file.endswith(".safetensors") else read_pickle(file)
 
 
 def _modules_named(keys: Iterable[str], names: Names, layers: int) -> Iterator[tuple[int, str]]:

@@ -18,7 +18,7 @@ from hf_drafthead.formats.eagle3 import (
     refuse_without_auxiliary,
     split_tensors,
 )
-from hf_drafthead.formats.layer_config import llama_fields
+from hf_drafthead.formats.fields import llama_fields
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, SavedHeads
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 
@@ -26,7 +26,7 @@ VERSION = "0.9.0"  # of the library whose format is written
 SPECULATIVE_TOKENS = 5  # that vLLM drafts at a time, if the command line does not say
 LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 KIND = "speculators_model_type"
-OTHER_KINDS = ("mtp", "dflash", "dspark")  # with a layout of their own
+OTHER_KINDS = ("mtp", "dflash", "dspark", "dflash2")  # with a layout of their own
 
 
 class Speculators(Layout):
@@ -45,7 +45,7 @@ class Speculators(Layout):
         if config[KIND] != "eagle3":
             raise ValueError(
                 f"{source.name!r} holds a speculator of the kind {config[KIND]!r}, which has no family here: expected "
-                "'eagle3', 'dflash', 'dspark' or 'mtp'."
+                "'eagle3', 'dflash', 'dspark', 'dflash2' or 'mtp'."
             )
         if "norm_before_residual" not in config and fields.get("norm_before_residual") is None:
             raise ValueError(

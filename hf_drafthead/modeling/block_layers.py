@@ -51,17 +51,20 @@ class BlockLayers(DecoderLayer):
         config: of the layers.
         windows: how far before its first slot a block sees, layer by layer; None for all.
         causal: in which layers a slot sees of the block only itself and those before it.
+        per_slot: a window counts from every slot, itself included, and hides what lies as far behind a slot, too.
 
     Raises:
         ValueError: the layers have other parts than a LLaMA's.
     """
 
-    def __init__(self, config: PreTrainedConfig, windows: list[int | None], causal: list[bool]) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, windows: list[int | None], causal: list[bool], per_slot: bool = False
+    ) -> None:
         super().__init__(config)
         layers = [self.layer, *(DecoderLayer(config).layer for _ in windows[1:])]
         del self.layer
         self.layers = nn.ModuleList(layers)
-        self.windows, self.causal = windows, causal
+        self.windows, self.causal, self.per_slot = windows, causal, per_slot
         attention: Any = getattr(layers[0], "self_attn", None)
         projections = {f"{name}_proj" for name in "qkvo"}
         supported_parts = [projections, projections | {"q_norm", "k_norm"}]
@@ -96,12 +99,10 @@ class BlockLayers(DecoderLayer):
         """One block (B, W, H) behind each row's context, which is soon forgotten."""
         cache.place(x.shape[1])
         order = torch.arange(x.shape[1], device=x.device)
-        anchor = torch.zeros_like(order)[None]
+        counted = self._counted_from(order)[None]
 
         def mask(window: int | None, causal: bool) -> Tensor:
-            # all slots look as far back as the anchor, which sees the window's positions beside itself
-            seen = self._in_block(order, causal)[None]
-            return cache.mask(seen, anchor, x.dtype, None if window is None else window + 1)
+            return cache.mask(self._in_block(order, window, causal)[None], counted, x.dtype, self._reach(window))
 
         return self._through_all(x, cache.lengths[:, None] + order, mask, cache)
 
@@ -125,22 +126,32 @@ class BlockLayers(DecoderLayer):
         at = places.gather(1, anchors) + 1  # (B, M) the anchors' positions
         order = torch.arange(x.shape[1], device=x.device)
         before = torch.arange(places.shape[1], device=x.device) <= anchors[..., None]  # (B, M, T)
-        before = before if real is None else before & real.bool()[:, None]
+        before = (before if real is None else before & real.bool()[:, None]).repeat_interleave(size, 1)
+        counted = (at[..., None] + self._counted_from(order[:size])).flatten(1)[..., None]  # (B, M W, 1)
 
         def mask(window: int | None, causal: bool) -> Tensor:
-            seen = before if window is None else before & (at[..., None] - places[:, None] <= window)
-            within_block = self._in_block(order, causal) & (order[:, None] // size == order // size)
-            seen = torch.cat([seen.repeat_interleave(size, 1), within_block.expand(len(x), -1, -1)], 2)
+            reach = self._reach(window)
+            seen = before if reach is None else before & (counted - places[:, None] < reach)
+            within_block = self._in_block(order, window, causal) & (order[:, None] // size == order // size)
+            seen = torch.cat([seen, within_block.expand(len(x), -1, -1)], 2)
             additive: Tensor = self._additive(seen, x)  # type: ignore[assignment]
             return additive
 
         positions = (at[..., None] + torch.arange(size, device=x.device)).flatten(1)
         return self._through_all(x, positions, mask, context)  # type: ignore[arg-type]
 
-    @staticmethod
-    def _in_block(order: Tensor, causal: bool) -> Tensor:
+    def _counted_from(self, order: Tensor) -> Tensor:
+        """From which slot (W,) of its block each slot's window counts: itself, or the anchor."""
+        return order if self.per_slot else torch.zeros_like(order)
+
+    def _reach(self, window: int | None) -> int | None:
+        """How many positions that slot sees, itself included; the anchor sees the window's beside itself."""
+        return None if window is None else window + (not self.per_slot)
+
+    def _in_block(self, order: Tensor, window: int | None, causal: bool) -> Tensor:
         """Which slots (W, W) each of a block sees."""
-        return order[None] <= order[:, None] if causal else (order[None] >= 0).expand(len(order), -1)
+        seen = order[None] <= order[:, None] if causal else (order[None] >= 0).expand(len(order), -1)
+        return seen if window is None or not self.per_slot else seen & ((order[None] - order[:, None]).abs() < window)
 
     def _through_all(self, x: Tensor, positions: Tensor, mask: Any, cache: Cache) -> Tensor:
         masks = {kind: mask(*kind) for kind in set(zip(self.windows, self.causal))}

@@ -13,6 +13,7 @@ Shapes: B rows, A newly verified positions, T positions, M anchors, W slots of a
 of a tree level, F feature layers, H hidden of the drafter, R rank, V vocabulary, D draft vocabulary.
 """
 
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from hf_drafthead.modeling.layers import copy_if_as_wide, copy_layer, is_rms_nor
 
 FEATURES = 5  # hidden states of the base that are read, as published
 SLOTS_AT_ONCE = 1024  # of blocks that are computed together over a text
+TIMES = "scalar_embed_scale"  # by which Gemma's embeddings multiply the rows of their table
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 # Chen et al. 2026 and the published trainer: AdamW 6e-4, warm-up 4 %, slot j counts exp(-j / 4) in blocks of 8
 DFLASH_RECIPE: dict[str, Any] = {
@@ -65,6 +67,11 @@ class DFlashConfig(DraftHeadConfig):
         sample_from_anchor: the anchor's slot is read too: slot j guesses the token after position j of the block.
         mask_token_id: whose embedding stands in all slots but the anchor's. None: the base's last token.
         causal_layers: numbers of the layers whose slots see only those before them, not the whole block (JetSpec: all).
+        window_per_slot: the window of sliding layers counts from every slot (z-lab), not from the anchor (speculators).
+        input_embedding_scale: of the block's embeddings, by which rows of the base's table are multiplied; None for
+            embeddings as the base makes them.
+        output_multiplier: of what the lm_head makes of the slots; None for logits as the base makes them.
+        final_logit_softcapping: c, for c tanh(logits / c) of what is multiplied; None for none.
         own_embeddings: embeddings of its own in the place of the base's; needed where the hidden sizes differ.
         share_lm_head: project with the base's lm_head, where the hidden sizes are the same.
         markov_rank: R, of the bias that the token before gives to the scores; 0 for none.
@@ -84,6 +91,10 @@ class DFlashConfig(DraftHeadConfig):
     sample_from_anchor: bool = False
     mask_token_id: int | None = None
     causal_layers: list[int] | tuple[int, ...] = ()
+    window_per_slot: bool = False
+    input_embedding_scale: float | None = None
+    output_multiplier: float | None = None
+    final_logit_softcapping: float | None = None
     own_embeddings: bool = False
     share_lm_head: bool = True
     markov_rank: int = 0
@@ -131,6 +142,10 @@ class DFlashConfig(DraftHeadConfig):
                 f"confidence_threshold is {shortened.repr(threshold)}: expected a float from 0 to 1, and "
                 "confidence_head to be True."
             )
+        for name in ("input_embedding_scale", "output_multiplier", "final_logit_softcapping"):
+            value = getattr(self, name)
+            if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+                raise ValueError(f"{name} is {shortened.repr(value)}: expected a number above 0, or None.")
         causal = self.causal_layers
         layers = range(self.num_layers)
         if not isinstance(causal, (list, tuple)) or not all(type(item) is int and item in layers for item in causal):
@@ -238,7 +253,7 @@ class DFlashDrafter(Drafter):
         self.fc = nn.Linear(len(self.reads) * text.hidden_size, width, bias=False)
         self.hidden_norm, self.norm = nn.RMSNorm(width, eps=eps), nn.RMSNorm(width, eps=eps)
         causal = [layer in config.causal_layers for layer in range(config.num_layers)]
-        self.body = BlockLayers(config.own_layer, config.windows, causal)
+        self.body = BlockLayers(config.own_layer, config.windows, causal, config.window_per_slot)
         if not config.share_lm_head:
             self.lm_head = nn.Linear(width, self.choices, bias=False)
         if config.own_embeddings:
@@ -277,9 +292,7 @@ class DFlashDrafter(Drafter):
         config, level = self.config, state.level
         hidden, logits, memory = state.hidden, state.logits, state.memory
         if hidden is None or logits is None:
-            weight = self.fc.weight  # where it is offloaded, what the layers remember is where they compute
-            block = self._blocks(tokens, like=state.cache.blocks[0] if weight.is_meta else weight)
-            hidden = self.norm(self.body.over_block(state.cache, block))[:, -config.num_draft_heads :]
+            hidden = self._slots(state.cache, tokens)
             logits = self._scores(hidden)
         if memory is not None:
             rows = torch.arange(len(tokens), device=memory.device)[:, None]
@@ -291,6 +304,12 @@ class DFlashDrafter(Drafter):
             sure = slot[..., -1:].sigmoid() >= config.confidence_threshold
             scores = scores.masked_fill(~sure, -torch.inf)
         return DFlashState(state.cache, hidden, logits, memory, level + 1), Guesses(scores, self.draft_tokens)
+
+    def _slots(self, cache: SlotCache, roots: Tensor) -> Tensor:
+        """States (B, K, H) of the slots that are read, of blocks behind a context."""
+        weight = self.fc.weight  # where it is offloaded, what the layers remember is where they compute
+        block = self._blocks(roots, like=cache.blocks[0] if weight.is_meta else weight)
+        return self.norm(self.body.over_block(cache, block))[:, -self.config.num_draft_heads :]
 
     def head_states(
         self,
@@ -349,8 +368,20 @@ class DFlashDrafter(Drafter):
         masks = roots.new_full((*roots.shape, self.config.block_size - 1), self.config.mask_token_id or 0)
         return self.embed(torch.cat([roots[..., None], masks], 2).flatten(1), like=like)
 
+    def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
+        embeddings, scale = super().embed(tokens, like), self.config.input_embedding_scale
+        if scale is not None and self.embed_tokens is None:
+            scale = scale / getattr(self.base.get_input_embeddings(), TIMES, 1.0)
+        return embeddings if scale in (None, 1.0) else embeddings * scale
+
     def _scores(self, hidden: Tensor) -> Tensor:
-        return self.base_logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        if self.lm_head is None:
+            logits = self.base_logits(hidden, raw=multiplier is not None)
+        else:
+            logits = self.lm_head(hidden)
+        logits = logits if multiplier in (None, 1.0) else logits * multiplier
+        return logits if cap is None else cap * (logits / cap).tanh()
 
 
 class DFlashForCausalLM(DraftHeadPreTrainedModel):

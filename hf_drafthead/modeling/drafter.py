@@ -237,6 +237,14 @@ class Drafter(nn.Module):
         """Logits (..., V) of one head from its state (..., S); (..., D) where it chooses among some tokens only."""
         raise NotImplementedError
 
+    def unary_logits(self, head: int, hidden: Tensor) -> Tensor:
+        """Logits, as of `head_logits`, that the losses are of."""
+        return self.head_logits(head, hidden)
+
+    def choice_loss(self, hidden: Tensor, logits: Tensor, targets: Tensor) -> Tensor | None:
+        """A loss (M,) of states (M, S), unary logits (M, D) and targets (M,), beside the others; None for none."""
+        return None
+
     def confidence_logits(self, hidden: Tensor) -> Tensor | None:
         """How likely guesses from states (..., S) are accepted, as logits (...); None where nothing foretells it."""
         return None
@@ -262,16 +270,21 @@ class Drafter(nn.Module):
         like = next(self.parameters())
         return tensor.to(like.dtype) if like.is_meta else tensor.to(like)  # hooks move what an offloaded drafter needs
 
-    def base_logits(self, hidden: Tensor) -> Tensor:
-        """What the base makes of states (..., H): logits (..., V), or (..., D) of the draft vocabulary."""
+    def base_logits(self, hidden: Tensor, raw: bool = False) -> Tensor:
+        """What the base makes of states (..., H): logits (..., V), or (..., D) of the draft vocabulary.
+
+        raw: what its lm_head makes of them, without what the base does with the products.
+        """
         output = self.output
         if self.draft_tokens is None:
             dtype = output.head.weight.dtype  # heads in training have another
-            return output.logits(hidden.to(dtype) if dtype.is_floating_point else hidden)
+            project = output.head if raw else output.logits
+            return project(hidden.to(dtype) if dtype.is_floating_point else hidden)
         parameter: Tensor = next(self.parameters())
         like = hidden if parameter.is_meta else parameter  # offloaded: where hooks bring the heads to, their states are
         weight, bias = self._rows(output.head, self.draft_tokens, like)
-        return output.behind(F.linear(hidden.to(weight.dtype), weight, bias))
+        products = F.linear(hidden.to(weight.dtype), weight, bias)
+        return products if raw else output.behind(products)
 
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The input embeddings (..., H) of tokens, where and in the type that `like` has: own ones, or the base's."""

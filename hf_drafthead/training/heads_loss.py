@@ -173,7 +173,8 @@ class HeadsLoss:
                 loss = loss + self.feature * (feature_loss(guessed, features_there) * weight).sum()
         confidence = self.confidence if drafter.confidence_logits(rows[0][:1]) is not None else 0.0
         plan = Plan(
-            logits=drafter.head_logits,
+            logits=drafter.unary_logits,
+            choice=drafter.choice_loss,
             targets=targets,
             weights=weights,
             kept=valid if count else None,
@@ -275,8 +276,9 @@ class Plan(NamedTuple):
     logits: (head, states (M, S)) to logits (M, D); targets: per head (N,) among the D, or IGNORED; weights: per head
     (N,) of every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted,
     None for no counting; next_token, teacher, distance, confidence: weights of the objectives; teachers: from a head
-    and a chunk to the base's distribution (M, D); foretold: from states (M, S) to logits (M,) of acceptance;
-    divergence: subtract the teachers' entropy; learns: whether anybody asks for gradients.
+    and a chunk to the base's distribution (M, D); foretold: from states (M, S) to logits (M,) of acceptance; choice:
+    from states, logits and the base's tokens, or the text's, to a loss (M,) that is added; divergence: subtract the
+    teachers' entropy; learns: whether anybody asks for gradients.
     """
 
     logits: Callable[[int, Tensor], Tensor]
@@ -290,6 +292,7 @@ class Plan(NamedTuple):
     confidence: float = 0.0
     teachers: Callable[[int, slice], Tensor] | None = None
     foretold: Callable[[Tensor], Tensor | None] | None = None
+    choice: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
     divergence: bool = False
     learns: bool = True
 
@@ -318,6 +321,8 @@ class ProjectedLoss(torch.autograd.Function):
                 with torch.set_grad_enabled(learns):
                     logits = plan.logits(head, part)
                     sure = plan.foretold(part) if plan.foretold is not None and plan.confidence else None
+                    best = targets if teachers is None else teachers.argmax(-1).where(targets != IGNORED, IGNORED)
+                    choice = None if plan.choice is None else plan.choice(part, logits, best)
                 if plan.kept is not None:
                     counts[head] += rank_counts(logits.detach(), targets, RANKS, plan.kept[head][chunk])
                 lost, gradient, distance = _divergences(plan, logits.detach(), targets, teachers, weights, learns)
@@ -329,6 +334,10 @@ class ProjectedLoss(torch.autograd.Function):
                     lost = lost + (confidence_weights * entropy).sum()
                     outputs.append(sure)
                     gradients.append((confidence_weights * (foretold.sigmoid() - accepted)).to(sure.dtype))
+                if choice is not None:
+                    lost = lost + (weights * choice.detach()).sum()
+                    outputs.append(choice)
+                    gradients.append(weights.to(choice.dtype))
                 loss = loss + lost
                 if gradient is None or not logits.requires_grad:
                     continue

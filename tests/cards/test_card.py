@@ -30,6 +30,7 @@ FAMILIES = {
     "eagle3": ({"feature_layers": [0, 1, 2]}, "EAGLE-3", "li2025eagle3"),
     "mtp": ({}, "MTP", "deepseekai2024deepseekv3"),
     "dflash": ({"feature_layers": [0, 1]}, "DFlash", "chen2026dflash"),
+    "dflash2": ({"feature_layers": [0, 1], "conv_group_size": 8}, "DFlash 2", "chen2026dflash"),
     "dspark": ({"feature_layers": [0, 1], "markov_rank": 4}, "DSpark", "cheng2026dspark"),
     "gemma4-assistant": ({}, "Gemma 4 assistant", "du2024glide"),
     "lookup": ({}, "Prompt lookup", "yang2023inference"),

@@ -81,7 +81,7 @@ REFUSED = {
         "sliding_window -3: expected a whole number of at least 1",
     ),
     "fewer layers": ({OWN: {**READ, "target_layer_ids": [0, 1]}}, "joins 3 hidden states of width 64, but it reads"),
-    "a scale": ({"output_multiplier": 0.5}, "has output_multiplier 0.5, which has no place here"),
+    "a scale that is none": ({"output_multiplier": -0.5}, "output_multiplier is -0.5: expected a number above 0"),
     "a mask token beyond the base": (
         {OWN: {**READ, "mask_token_id": 128}},
         "mask_token_id is 128, but the base embeds",
@@ -98,7 +98,6 @@ def test_a_file_that_cannot_be_run_is_refused(changed, message, base, tmp_path):
 @pytest.mark.parametrize(
     "key, other",
     [
-        ("layers.0.attention_conv.base_kernel", "DFlash 2"),
         ("prefix_gru.weight_ih_l0", "Domino"),
         ("mask_hidden", "P-EAGLE"),
         ("layers.0.self_attn.sinks", "attention sinks"),

@@ -198,10 +198,10 @@ def test_a_missing_norm_before_residual_is_refused(write):
 
 def test_other_speculators_are_refused(write):
     with refused(
-        "'...' holds a speculator of the kind 'peagle', which has no family here: expected 'eagle3', "
-        "'dflash', 'dspark' or 'mtp'."
+        "'...' holds a speculator of the kind 'xpress', which has no family here: expected 'eagle3', "
+        "'dflash', 'dspark', 'dflash2' or 'mtp'."
     ):
-        convert_checkpoint(write("speculators", speculators_model_type="peagle"))
+        convert_checkpoint(write("speculators", speculators_model_type="xpress"))
 
 
 def test_a_field_that_the_family_does_not_have(write, base_folder):

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from hf_drafthead import convert_checkpoint, export_checkpoint
 from hf_drafthead.formats.disk import find_sources
 from hf_drafthead.formats.layouts import LAYOUTS, targets
 from hf_drafthead.modeling import (
+    DFlash2ForCausalLM,
     DFlashForCausalLM,
     Eagle3ForCausalLM,
     EagleForCausalLM,
@@ -24,8 +25,16 @@ EAGLE3 = {"draft_vocab_size": 50}
 NARROW = LlamaConfig(
     hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1, head_dim=8, num_hidden_layers=1
 )
+SIZES_OF_A_LAYER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES_OF_A_LAYER |= {"head_dim": 8, "num_hidden_layers": 2}
+SLIDES = ["sliding_attention", "full_attention"]
 BLOCK = {"num_layers": 2, "num_draft_heads": 5, "mask_token_id": 7}
 DSPARK = BLOCK | {"markov_rank": 6, "confidence_head": True, "sample_from_anchor": True}
+DFLASH2 = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 9}
+SCALED = {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
+SLIDING = {
+    "layer_config": Qwen3Config(**SIZES_OF_A_LAYER, use_sliding_window=True, sliding_window=4, layer_types=SLIDES)
+}
 ENGINES = ("sglang", "vllm", "speculators")
 # Heads of every form that a layout can hold, and the targets that can hold it.
 FORMS = [
@@ -77,6 +86,8 @@ FORMS = [
         Family("dspark, rnn", DFlashForCausalLM, DSPARK | {"markov_head_type": "rnn", "confidence_with_markov": False}),
         ("sglang", "speculators"),
     ),
+    (Family("dflash2", DFlash2ForCausalLM, BLOCK | DFLASH2), ("sglang", "speculators")),
+    (Family("dflash2, sliding", DFlash2ForCausalLM, BLOCK | DFLASH2 | SLIDING | SCALED), ("sglang",)),
     (Family("dspark, sliding", DFlashForCausalLM, DSPARK_VARIANTS | {"markov_head_type": "gated"}), ("speculators",)),
 ]
 CASES = [pytest.param(form, to, id=f"{form.name} as {to}") for form, formats in FORMS for to in formats]

@@ -208,7 +208,16 @@ def test_heads_say_what_a_base_with_states_says(untraced):
 
 
 # Those whose state is of a kind of its own: levels of modules, blocks, paths with a memory, the base's keys.
-FUZZED = ("mtp", "mtp-modules", "dflash", "dspark", "dspark-variants", "gemma4-assistant")
+FUZZED = (
+    "mtp",
+    "mtp-modules",
+    "dflash",
+    "dflash2",
+    "dflash2-variants",
+    "dspark",
+    "dspark-variants",
+    "gemma4-assistant",
+)
 FEW = int(os.environ.get("FUZZ_EXAMPLES", "6"))
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_drafthead.modeling import DFlashForCausalLM
+from hf_drafthead.modeling import DFlash2ForCausalLM, DFlashForCausalLM
 from tests.modeling.golden import FOLDER
 
 DATA = FOLDER / "block"
@@ -24,13 +24,16 @@ class Case:
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """By their published names."""
+        weights = {key: tensor for key, tensor in self.tensors.items() if key.startswith("drafter.")}
+        return {key.removeprefix("drafter."): tensor for key, tensor in weights.items()}
+
     def write(self, folder: Path, **changed: Any) -> Path:
         """The published form, with some fields of config.json changed; None takes one away."""
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {key: tensor for key, tensor in self.tensors.items() if key.startswith("drafter.")}
-        save_file(
-            {key.removeprefix("drafter."): tensor for key, tensor in weights.items()}, folder / "model.safetensors"
-        )
+        save_file(self.weights, folder / "model.safetensors")
         config = {key: value for key, value in {**self.facts["config"], **changed}.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(config))
         return folder
@@ -38,7 +41,10 @@ class Case:
     def model(self, folder: Path, base: Any = None, **fields: Any) -> DFlashForCausalLM:
         """The converted drafter on its base."""
         base = golden_base() if base is None else base
-        model = DFlashForCausalLM.from_pretrained(self.write(folder), convert=True, base_model=base, **fields)
+        kind = (
+            DFlash2ForCausalLM if "candidate_selector.hidden_projection.weight" in self.weights else DFlashForCausalLM
+        )
+        model = kind.from_pretrained(self.write(folder), convert=True, base_model=base, **fields)
         return model.eval()
 
 

@@ -75,7 +75,7 @@ def test_the_function_behind_the_decoder_is_found_for_every_base(kind):
 
 
 # Whose projection is of another rank or width than the base's, or an assistant's own.
-OF_ANOTHER_WIDTH = ("amphista-alpha", "eagle3-variants", "dspark-variants", "gemma4-assistant")
+OF_ANOTHER_WIDTH = ("amphista-alpha", "eagle3-variants", "dspark-variants", "dflash2-variants", "gemma4-assistant")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -1,0 +1,366 @@
+"""One table of all fields of the layouts' config.json: what is read, and which values of others change nothing.
+
+Every field of a file is looked up in it. What is in no row, and has a value that is not the same as none, is refused by
+name: it may change what heads compute. Also here: what the layouts read alike, of decoder layers.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import fields as fields_of
+from typing import Any
+
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.configuration_utils import PreTrainedConfig
+
+from hf_drafthead.formats.disk import Joined, Source
+from hf_drafthead.formats.layout import Reader
+from hf_drafthead.modeling.files import shortened
+
+NONE = (None, False, "", [], {})  # values of a field that says nothing; 0 is one of them
+SCALES = ("multiplier", "scale", "scaling", "factor")  # what the names of fields end in that are nothing at 1
+NESTED = ("dflash_config", "eagle_config", "eagle_architecture_config")  # objects whose fields are the head's as well
+MASK = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")  # names of one field
+ANCHOR = "dspark_bonus_anchor"  # the contrary of sample_from_anchor
+
+Row = dict[str, tuple[Any, ...] | None]  # by name: the values that change nothing; None for what is read, or is of none
+
+
+def _row(names: str, **values: tuple[Any, ...]) -> Row:
+    return {**dict.fromkeys(names.split()), **values}
+
+
+# Of every config: whose file it is, how it was trained, and what engines do with it.
+COMMON = dict.fromkeys(field.name for field in fields_of(PreTrainedConfig)) | _row(
+    """_attn_implementation _name_or_path attn_implementation auto_map base_model_name_or_path bos_token_id
+    classifier_dropout decoder_start_token_id dropout eos_token_id finetuning_task hf_drafthead_export initializer_range
+    is_decoder keys_to_ignore_at_inference max_position_embeddings model_type original_max_position_embeddings
+    output_attentions pad_token_id pretraining_tp return_dict sep_token_id tie_word_embeddings tokenizer_class
+    torch_dtype torchscript transformers_version unk_token_id use_bfloat16 use_cache version vocab_size
+    attention_dropout mlp_dropout hidden_dropout draft_model_type target_model_type target_model_name_or_path"""
+)
+LAYER_MODELS = (None, "llama", "mistral", "mixtral", "qwen2", "qwen3", "phi3", "eagle", "speculator_model")
+ROTARY = _row(
+    """rope_theta rope_type type factor original_max_position_embeddings attention_factor beta_fast beta_slow
+    short_factor long_factor low_freq_factor high_freq_factor mscale mscale_all_dim truncate finetuned mrope_section
+    mrope_interleaved""",
+    partial_rotary_factor=(None, 1, 1.0),
+)
+# Names of the order in which rotary positions pair the numbers of a head, and the value that means halves.
+HALVES = {"rope_is_neox_style": True, "is_neox_style": True}
+HALVES |= dict.fromkeys(("rope_interleaved", "rope_interleave", "rotary_interleaved"), False)
+LAYER = _row(
+    """attention_bias head_dim hidden_act hidden_size intermediate_size layer_types max_window_layers mlp_bias
+    num_attention_heads num_hidden_layers num_key_value_heads qkv_bias rms_norm_eps rope_parameters rope_scaling
+    rope_theta sliding_window swa_window_size use_qk_norm use_sliding_window use_swa""",
+    model_type=LAYER_MODELS,
+    partial_rotary_factor=(None, 1, 1.0),
+    position_embedding_type=("rope",),
+) | dict.fromkeys(HALVES)
+OF_EAGLE3 = _row(
+    """draft_vocab_size eagle_aux_hidden_state_layer_ids fc_norm has_embed_tokens has_lm_head has_own_embed_tokens
+    norm_before_fc norm_before_residual norm_output num_aux_hidden_states parallel_draft_heads_num_layers
+    reuse_target_lm_head target_hidden_size use_aux_hidden_state""",
+    next_layer_regular=(True,),
+    parallel_draft_step=(1,),
+    use_input_layernorm_in_first_layer=(True,),
+    use_last_layernorm=(True,),
+)
+OF_BLOCKS = _row(
+    """block_size causal causal_head confidence_head_alpha confidence_head_with_markov draft_vocab_size
+    dflash_initial_block_size eagle_aux_hidden_state_layer_ids enable_confidence_head has_embed_tokens has_lm_head
+    is_causal loss_decay_gamma markov_head_type markov_rank num_anchors num_target_layers prefer_requested_block_size
+    runtime_block_size sample_from_anchor shift_label target_hidden_size target_layer_ids""",
+    use_aux_hidden_state=(True,),
+    attention_mode=("gqa", "mha"),
+    draft_ffn_type=("dense", "mlp"),
+    projector_type=("dflash", "dspark"),
+) | dict.fromkeys((*MASK, ANCHOR))
+OF_SCALES = _row("attention_value_scale final_logit_softcapping input_embedding_scale output_multiplier")
+OF_SELECTOR = _row("conv_kernel_size conv_group_size selector_rank selector_top_k selector_vocab_size")
+OF_THEIR_BLOCKS = _row("aux_hidden_state_layer_ids sliding_window_non_causal")
+OF_SPECULATORS = _row(
+    """speculators_model_type speculators_version speculators_config transformer_layer_config embed_requires_grad
+    draft_vocab_size target_hidden_size"""
+)
+# A folder may hold heads of both kinds.
+OF_HEADS = "medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers hydra_head_arch grounded_heads"
+OF_HEADS += " hidden_state_offset hidden_size"
+TABLE: dict[str, Row] = {
+    "FasterDecoding Medusa": _row(OF_HEADS),
+    "vLLM Medusa": _row(
+        """hidden_size num_heads num_hidden_layers medusa_fc_bias original_lm_head max_paths topk truncated_vocab_size
+        max_seq_len medusa_num_heads medusa_num_layers""",
+    ),
+    "Hydra": _row(OF_HEADS),
+    "EAGLE": LAYER | _row("bias"),
+    "EAGLE-3": LAYER | OF_EAGLE3,
+    "DFlash": LAYER | OF_BLOCKS | OF_SCALES,
+    "DFlash 2": LAYER | OF_BLOCKS | OF_SCALES | OF_SELECTOR,
+    "speculators": OF_SPECULATORS | OF_EAGLE3,
+    "speculators (mtp)": OF_SPECULATORS | _row("num_nextn_predict_layers num_speculative_steps mtp_num_hidden_layers"),
+    "Gemma 4 assistant": _row(
+        "backbone_hidden_size centroid_intermediate_top_k num_centroids text_config use_ordered_embeddings"
+    ),
+    "speculators (dflash, dspark)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS,
+    "speculators (dflash2)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS | OF_SELECTOR,
+}
+NAMES_ITS_LAYER = ("speculators", "speculators (dflash, dspark)", "speculators (dflash2)")  # in a config of its own
+
+
+def head_fields(source: Source, layout: str) -> dict[str, Any]:
+    """What a config.json says, nested objects of the head's fields laid flat; a field that may change it is refused.
+
+    A layout that is in no row of the table has a base's config, which is what the file says.
+
+    Raises:
+        ValueError: a field is said twice in different ways, or is not known and has a value; or the heads are of a kind
+            that no family here has.
+    """
+    name, config = source.name, source.config
+    if layout not in TABLE:
+        return dict(config)
+    for part, other in OTHERS.items():
+        if any(part in key for key in source.tensors) or part in (config.get("architectures") or ()):
+            raise ValueError(f"{name!r} is {other}, which has no family here: get a drafter of another kind.")
+    beside = os.path.join(os.path.dirname(source.files[0]), "mask_embedding.pt")
+    if "mask_token_id" in TABLE[layout] and os.path.exists(beside):
+        raise ValueError(f"{beside!r} replaces the embedding of the mask token, for which there is no place here.")
+    flat = {key: value for key, value in config.items() if key not in NESTED or not isinstance(value, Mapping | None)}
+    for holder in NESTED:
+        for key, value in (config.get(holder) or {}).items() if isinstance(config.get(holder), Mapping) else ():
+            if None not in (value, flat.get(key)) and flat[key] != value:
+                raise ValueError(f"{name!r} says {key} twice, {flat[key]} and {value}: correct its config.json.")
+            flat[key] = flat.get(key) if value is None else value
+    row, layer = TABLE[layout], flat
+    if layout in NAMES_ITS_LAYER and isinstance(layer := flat.get("transformer_layer_config"), Mapping):
+        _refuse_unknown(name, layer, LAYER | _row("draft_vocab_size"))
+        flat = {key: value for key, value in flat.items() if key in row or key not in layer or layer[key] != value}
+    _refuse_unknown(name, flat, row)
+    for key in ("rope_scaling", "rope_parameters"):
+        for rotary in _by_type((layer or {}).get(key)).values():
+            _refuse_unknown(name, rotary, ROTARY, f" of its {key}")
+    return flat
+
+
+# Of drafters that no family here has: what stands in the name of a tensor, or their architecture.
+OTHERS = {
+    **dict.fromkeys(("prefix_gru.", "embed_proj.", "DominoDraftModel"), "Domino"),
+    "sink": "a block drafter with attention sinks",
+    "mask_hidden": "P-EAGLE",
+}
+
+
+def _refuse_unknown(name: str, config: Mapping[str, Any], row: Row, where: str = "") -> None:
+    for key, value in config.items():
+        known = row[key] if key in row else COMMON.get(key, ())
+        if key.startswith("_") or known is None or value in (*known, *(NONE[:1] if known else NONE)):
+            continue
+        if type(value) in (int, float) and value == 1 and key.endswith(SCALES):
+            continue
+        expected = f"expected {' or '.join(map(repr, known))}" if known else "it is not known"
+        raise ValueError(
+            f"{name!r} says {key} {shortened.repr(value)}{where} in its config.json, for which there is no place here "
+            f"({expected}): if it changes nothing of what the heads compute, remove it there."
+        )
+
+
+def said(name: str, config: Mapping[str, Any], *keys: str) -> Any:
+    """What a config says of one field under some names, by default all; None if nothing. What differs is refused."""
+    values = {key: config[key] for key in keys or config if config.get(key) is not None}
+    if any(value != next(iter(values.values())) for value in values.values()):
+        both = " and ".join(f"{key} {value}" for key, value in values.items())
+        raise ValueError(f"{name!r} says {both}, of which one can be true: correct its config.json.")
+    return next(iter(values.values()), None)
+
+
+def flag(name: str, config: Mapping[str, Any], *keys: str) -> bool | None:
+    """As `said`, of what is true or false."""
+    for key in keys:
+        if config.get(key) is not None and not isinstance(config[key], bool):
+            value = shortened.repr(config[key])
+            raise ValueError(f"{name!r} says {key} {value}, expected true or false: correct its config.json.")
+    return said(name, config, *keys)
+
+
+def halves(name: str, config: Mapping[str, Any], tensors: Mapping[str, Joined]) -> dict[str, Joined]:
+    """A head's tensors with rotary positions that pair each number with that half a head further.
+
+    Where they pair neighbours (0, 1), (2, 3), ..., the rows of queries and keys, and their norms, are put in the order
+    0, 2, ..., 1, 3, ... once: the scores stay what they are.
+    """
+    layer = config.get("transformer_layer_config") or config
+    says = [flag(name, layer, key) is HALVES[key] for key in HALVES if flag(name, layer, key) is not None]
+    of_liquid = any("lfm" in str(kind).lower() for kind in config.get("architectures") or ())
+    if all(says) and (says or not of_liquid):
+        return dict(tensors)
+    if any(says):
+        raise ValueError(f"{name!r} says in two ways how rotary positions pair numbers: correct its config.json.")
+    heads = layer["num_attention_heads"]
+    head_dim = next(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("q_proj.weight")) // heads
+    ends = tuple(f"{part}_{kind}" for part in "qk" for kind in ("proj.weight", "proj.bias", "norm.weight"))
+    return {key: half_split(tensor, head_dim) if key.endswith(ends) else tensor for key, tensor in tensors.items()}
+
+
+def half_split(tensor: Joined, head_dim: int) -> Joined:
+    """Rows of heads, in which rotary positions pair neighbours, in the order in which they pair halves."""
+    rows = tensor.tensor().unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+    return Joined((rows.contiguous(),), tensor.shape, tensor.sources)
+
+
+KEPT = ["max_position_embeddings", "rms_norm_eps", "hidden_act", "initializer_range"]
+KEPT += ["bos_token_id", "eos_token_id", "pad_token_id"]
+ORIGINAL = "original_max_position_embeddings"
+POSITIVE = ("rope_theta", "rms_norm_eps", "max_position_embeddings", "factor", ORIGINAL)
+ATTENTION = "self_attn."
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_layer_config(
+    reader: Reader, prefix: str, config: Mapping[str, Any], hidden_size: int, vocab_size: int, layers: int = 1
+) -> PreTrainedConfig:
+    """The config of layers whose tensors stand under a prefix; sizes are those of the tensors, and noted if others.
+
+    Args:
+        reader: of the file.
+        prefix: of the first layer.
+        config: of the draft head, a Llama's fields.
+        hidden_size, vocab_size: of what the layer gives out, and of the base.
+        layers: how many there are.
+
+    Raises:
+        ValueError: there is no config, or a value in it that no layer can have.
+    """
+    if not config.get("num_attention_heads"):
+        raise ValueError(
+            f"{reader.name!r} has no config.json that says num_attention_heads: tensors do not tell into how many "
+            "heads attention is divided, give the folder that has it."
+        )
+    rows = {name: reader.take(f"{prefix}{ATTENTION}{name}_proj.weight").shape[0] for name in ("q", "k")}
+    heads = config["num_attention_heads"]
+    head_dim, rest = divmod(rows["q"], heads)
+    groups, rest_of_groups = divmod(rows["k"], head_dim) if head_dim else (0, 1)
+    if rest or rest_of_groups or heads % groups:
+        raise ValueError(
+            f"{reader.name!r} has query and key projections of {rows['q']} and {rows['k']} rows, which {heads} "
+            "attention heads (num_attention_heads of its config.json) do not divide: correct the config."
+        )
+    sizes = {
+        "hidden_size": hidden_size,
+        "intermediate_size": reader.take(f"{prefix}mlp.gate_proj.weight").shape[0],
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "vocab_size": vocab_size,
+    }
+    for name, size in {**sizes, "num_hidden_layers": layers}.items():
+        reader.note_difference(config, name, size)
+    kinds, window = layer_types(reader.name, config, layers)
+    fields = {name: config[name] for name in KEPT if config.get(name) is not None}
+    fields |= {"rope_parameters": rotary_of(reader.name, config, kinds)} | sizes
+    for name, value in (*fields.items(), *fields["rope_parameters"].items()):
+        wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
+        if name in POSITIVE and wrong:
+            problem = f"{name} {str(value)[:40]!r}, expected a number above 0"
+            raise ValueError(f"{reader.name!r} says {problem}: correct its config.json.")
+    fields |= {"num_attention_heads": heads, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    if SLIDING in kinds:
+        fields |= {"sliding_window": window, "layer_types": kinds}
+    if f"{prefix}{ATTENTION}q_norm.weight" in reader:
+        return Qwen3Config(**fields, use_sliding_window=SLIDING in kinds)
+    attention, mlp = f"{prefix}{ATTENTION}o_proj.bias" in reader, f"{prefix}mlp.gate_proj.bias" in reader
+    if f"{prefix}{ATTENTION}q_proj.bias" in reader and not (attention or mlp):  # as Qwen2 has it
+        return Qwen2Config(**fields)
+    return LlamaConfig(**fields, attention_bias=attention, mlp_bias=mlp)
+
+
+def layer_types(name: str, config: Mapping[str, Any], layers: int) -> tuple[list[str], int | None]:
+    """Which of so many layers see a window, as projects say it, and how wide it is.
+
+    Raises:
+        ValueError: it is not said which of them, or they are of another kind.
+    """
+    slides = flag(name, config, "use_swa")
+    window = config.get("swa_window_size") if slides and config.get("swa_window_size") else config.get("sliding_window")
+    kinds = list(config.get("layer_types") or [])
+    if not {FULL, SLIDING}.issuperset(kinds) or (kinds and len(kinds) < layers):
+        raise ValueError(
+            f"{name!r} has the layer_types {shortened.repr(config['layer_types'])}: expected {FULL!r} or {SLIDING!r} "
+            f"for each of its {layers} layers, others have no family here."
+        )
+    if slides:
+        kinds = [SLIDING] * layers
+    elif not kinds:
+        first = config.get("max_window_layers", 28) if flag(name, config, "use_sliding_window") else layers
+        positions = config.get("max_position_embeddings", math.inf)
+        if window and config.get("use_sliding_window") is None and window < positions:
+            raise ValueError(
+                f"{name!r} says sliding_window {window}, and not which of its layers see so many positions only: add "
+                "use_sliding_window (false for none) or layer_types to its config.json."
+            )
+        kinds = [FULL if index < first or not window else SLIDING for index in range(layers)]
+    return kinds[:layers], window
+
+
+def _by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
+    """Rotary parameters by type of layer; under "" where they are of all."""
+    if not isinstance(said_of_rotary, Mapping):
+        return {}
+    of_types = {key: value for key, value in said_of_rotary.items() if isinstance(value, Mapping)}
+    return of_types or {"": said_of_rotary}
+
+
+def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
+    """The rotary parameters of layers of these types.
+
+    Raises:
+        ValueError: they are said twice, or differ between the types.
+    """
+    parameters: dict[str, Any] = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise TypeError(f"{key} is {value!r}")
+        by_type = _by_type(value)
+        wanted = [by_type.get(kind, by_type.get("", {})) for kind in dict.fromkeys(kinds)]
+        if any(dict(one) != dict(wanted[0]) for one in wanted) or (by_type and not wanted[0]):
+            raise ValueError(
+                f"{name!r} says rope_parameters for {', '.join(sorted(by_type))}, and its layers are "
+                f"{' and '.join(dict.fromkeys(kinds))}, which have one for all here: correct its config.json."
+            )
+        parameters |= dict(wanted[0])
+    thetas = {"rope_theta": config.get("rope_theta"), "rope_theta of its rope_parameters": parameters.get("rope_theta")}
+    theta = said(name, thetas)
+    kind = parameters.pop("type", None)
+    kind = parameters.get("rope_type") or kind or "default"
+    sections = parameters.pop("mrope_section", None), parameters.pop("mrope_interleaved", None)
+    if kind == "mrope" or (kind == "default" and sections[0]):  # three equal positions in a text
+        kind = "default"
+    if kind != "default" and config.get(ORIGINAL):  # beside them, as Phi-3 has it
+        parameters.setdefault(ORIGINAL, config[ORIGINAL])
+    parameters.pop("partial_rotary_factor", None)  # 1, by the table
+    return {**parameters, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
+
+
+def llama_fields(layer: PreTrainedConfig, vocab_size: int) -> dict[str, Any]:
+    """A Llama config for one layer, as projects of before transformers 5 read it: rotary fields on the top level."""
+    rope = dict(getattr(layer, "rope_parameters", None) or {})
+    theta = rope.pop("rope_theta", 10000.0)
+    rope.pop("type", None)
+    scaled = rope.get("rope_type", "default") != "default"
+    heads = layer.num_attention_heads
+    return {
+        "model_type": "llama",
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(layer, "head_dim", None) or layer.hidden_size // heads,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": theta,
+        "rope_scaling": rope if scaled else None,
+        "hidden_act": layer.hidden_act,
+        "vocab_size": vocab_size,
+        "tie_word_embeddings": False,
+    }

@@ -1,0 +1,197 @@
+"""A field of config.json that may change what heads compute is read, or refused by name, in every layout."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hf_drafthead import convert_checkpoint, export_checkpoint
+from hf_drafthead.formats.disk import Joined
+from hf_drafthead.formats.fields import TABLE, half_split, layer_types, rotary_of
+from hf_drafthead.formats.layouts import LAYOUTS
+from hf_drafthead.modeling import (
+    DFlashForCausalLM,
+    Eagle3ForCausalLM,
+    EagleForCausalLM,
+    HydraForCausalLM,
+    MedusaForCausalLM,
+)
+from tests.bases import tiny_base
+from tests.families import Family
+
+BLOCK = {"num_layers": 2, "num_draft_heads": 3, "sample_from_anchor": True}
+EAGLE = {"layer_config": tiny_base("llama-gqa").config}
+HEADS = {  # a family and the layout that its heads are written in
+    "EAGLE": (Family("eagle", EagleForCausalLM, EAGLE), "eagle"),
+    "EAGLE-3": (Family("eagle3", Eagle3ForCausalLM, {"feature_layers": [1, 3, 5]}), "vllm"),
+    "speculators": (Family("eagle3", Eagle3ForCausalLM, {"feature_layers": [1, 3, 5]}), "speculators"),
+    "DFlash": (Family("dflash", DFlashForCausalLM, BLOCK), "sglang"),
+    "speculators (dflash, dspark)": (Family("dflash", DFlashForCausalLM, BLOCK), "speculators"),
+    "Hydra": (Family("hydra", HydraForCausalLM), "hydra"),
+    "FasterDecoding Medusa": (Family("medusa", MedusaForCausalLM), "medusa"),
+    "vLLM Medusa": (Family("medusa", MedusaForCausalLM), "vllm"),
+}
+OF_LAYERS = [name for name in HEADS if name.startswith(("EAGLE", "DFlash", "speculators"))]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fields") / "base"
+    tiny_base("llama-gqa", dtype=torch.float32, num_hidden_layers=8).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def write(base, tmp_path):
+    """A function that writes heads with other fields of the layer, converts them, and gives the model."""
+
+    def call(layout, change=None, **fields):
+        form, target = HEADS[layout]
+        model = form.build(form.model_class.from_base(base, **form.fields).base)
+        model.config.base_model_name_or_path = str(base)
+        export_checkpoint(model, tmp_path / "theirs", target)
+        file = tmp_path / "theirs" / "config.json"
+        about = json.loads(file.read_text())
+        holder = about.get("transformer_layer_config", about)
+        holder |= fields
+        file.write_text(json.dumps(about))
+        if change is not None:
+            tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+            save_file(change(tensors), tmp_path / "theirs" / "model.safetensors")
+        convert_checkpoint(tmp_path / "theirs", tmp_path / "new", base_model=base)
+        return model
+
+    return call
+
+
+def test_the_table_has_a_row_for_every_layout_whose_config_is_not_its_base_s():
+    assert {layout.name for layout in LAYOUTS} - set(TABLE) == {"Medusa 1.0 model", "a base's modules"}
+
+
+@pytest.mark.parametrize("layout", HEADS)
+def test_a_field_that_is_not_known_is_refused_by_name_unless_it_says_nothing(layout, write):
+    with pytest.raises(ValueError, match="says gate_temperature 0.5 in its config.json.*: if it changes nothing"):
+        write(layout, gate_temperature=0.5)
+
+
+def test_what_says_nothing_is_left_alone(write):
+    nothing = {"gate": None, "residual_multiplier": 1.0, "experts": 0, "adapters": [], "log_snr_conditioning": False}
+    assert write("DFlash", **nothing, _note="by hand", num_anchors=512, torch_dtype="bfloat16")
+
+
+REFUSED = {
+    "a scale": {"attention_multiplier": 0.5},
+    "a part of a head": {"partial_rotary_factor": 0.5},
+    "experts": {"num_experts": 8},
+    "another model's layer": {"model_type": "gemma3_text"},
+    "capped scores": {"attn_logit_softcapping": 30.0},
+    "a second rotary base": {"rope_local_base_freq": 1e4},
+    "a way to scale": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}},
+    "a field of that way": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "phase": 3}},
+}
+
+
+@pytest.mark.parametrize("fields", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("layout", OF_LAYERS)
+def test_what_changes_a_layer_is_refused_by_name(layout, fields, write):
+    (name, value), *_ = fields.items()
+    named = name if not isinstance(value, dict) else "partial_rotary_factor|phase"
+    with pytest.raises(ValueError, match=f"says ({named}) .* in its config.json"):
+        write(layout, **fields)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("rope_is_neox_style", False), ("rope_interleave", True), ("is_neox_style", False)]
+)
+@pytest.mark.parametrize("layout", OF_LAYERS)
+def test_positions_that_pair_neighbours_are_turned_to_pair_halves(layout, field, value, write, tmp_path):
+    """Scores of heads whose rows are put in another order, and are read as such, are what they were."""
+    turned = ("q_proj.weight", "k_proj.weight", "q_norm.weight", "k_norm.weight")
+
+    def neighbours(tensors):
+        def back(tensor):
+            return tensor.unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2).contiguous()
+
+        return {name: back(tensor) if name.endswith(turned) else tensor for name, tensor in tensors.items()}
+
+    model = write(layout, neighbours, **{field: value})
+    found = load_file(tmp_path / "new" / "model.safetensors")
+    for name, tensor in model.drafter.state_dict().items():
+        if name.endswith(turned):
+            assert torch.equal(found[f"drafter.{name}"], tensor), name
+
+
+def test_rows_of_a_head_go_from_neighbours_to_halves():
+    rows = torch.arange(16.0)[:, None]
+    turned = half_split(Joined((rows,), (16, 1)), 8).tensor()[:, 0]
+    assert turned.tolist() == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
+
+
+KINDS = {
+    "types": ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}, [None, 5]),
+    "ModelOpt": ({"use_swa": True, "swa_window_size": 6, "sliding_window": 8}, [6, 6]),
+    "Qwen": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, [None, 5]),
+    "Qwen, all": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, [5, 5]),
+    "off": ({"use_sliding_window": False, "sliding_window": 5}, [None, None]),
+    "none": ({}, [None, None]),
+    "wider than any text": ({"sliding_window": 64, "max_position_embeddings": 64}, [None, None]),
+}
+
+
+@pytest.mark.parametrize("config, windows", KINDS.values(), ids=KINDS)
+def test_windows_are_read_in_every_spelling(config, windows):
+    kinds, window = layer_types("heads", config, 2)
+    assert [window if kind == "sliding_attention" else None for kind in kinds] == windows
+
+
+def test_a_window_of_which_nobody_says_whose_it_is_is_refused():
+    with pytest.raises(ValueError, match="says sliding_window 5, and not which of its layers"):
+        layer_types("heads", {"sliding_window": 5}, 2)
+
+
+FULL = ["full_attention"]
+OF_TYPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+ROTARY = {
+    "of the type": ({"rope_parameters": OF_TYPES}, {"rope_type": "default", "rope_theta": 1e6}),
+    "three positions": (
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 1e5},
+        {"rope_type": "default", "rope_theta": 1e5},
+    ),
+    "the same twice": (
+        {"rope_theta": 2e4, "rope_parameters": {"rope_theta": 2e4}},
+        {"rope_type": "default", "rope_theta": 2e4},
+    ),
+    "none": ({}, {"rope_type": "default", "rope_theta": 1e4}),
+}
+
+
+@pytest.mark.parametrize("config, expected", ROTARY.values(), ids=ROTARY)
+def test_rotary_parameters(config, expected):
+    assert rotary_of("heads", config, FULL) == expected
+
+
+@pytest.mark.parametrize(
+    "config, kinds",
+    [
+        ({"rope_parameters": OF_TYPES}, ["full_attention", "sliding_attention"]),
+        ({"rope_parameters": {"chunked_attention": {"rope_theta": 1e6}}}, FULL),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 1e6}}, FULL),
+    ],
+    ids=["two", "of another type", "twice"],
+)
+def test_rotary_parameters_that_differ_are_refused(config, kinds):
+    with pytest.raises(ValueError, match="rope_parameters"):
+        rotary_of("heads", config, kinds)
+
+
+def test_what_was_read_is_tried_before_it_is_written(write, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_drafthead.formats.fields.ROTARY", TABLE["DFlash"] | dict.fromkeys(("rope_type", "factor")))
+    monkeypatch.setattr("hf_drafthead.formats.fields.rotary_of", lambda *_: YARN)
+    with pytest.raises(ValueError, match="the heads at .* cannot guess with what its config.json says"):
+        write("EAGLE-3")
+    assert not (tmp_path / "new").exists()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+YARN |= {"original_max_position_embeddings": 64}
