@@ -155,6 +155,7 @@ VARIED: dict[str, dict[str, Any]] = {
     "amphista-alpha": {"lm_head_rank": 16, "draft_vocab_size": 50},
     "eagle3": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "eagle3.1": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
+    "peagle": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50, "num_layers": 2},
     "mtp": {"draft_vocab_size": 50},
     "gemma4-assistant": {"num_draft_heads": 3, "num_layers": 2},
     "dflash": {"num_draft_heads": 3, "num_layers": 1},

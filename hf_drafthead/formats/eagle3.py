@@ -16,17 +16,19 @@ normed state back for the engines, and not for SpecForge.
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_drafthead.formats.base_tensors import INPUT, base_tensor, same_values
 from hf_drafthead.formats.disk import Joined, Source
-from hf_drafthead.formats.fields import llama_fields, read_layer_config
+from hf_drafthead.formats.fields import MASK, llama_fields, read_layer_config, said
 from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
 from hf_drafthead.modeling.files import shortened
+from hf_drafthead.modeling.peagle import PEagleForCausalLM
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 AUXILIARY = ("use_aux_hidden_state", "num_aux_hidden_states")  # fields that say whether hidden states are joined
@@ -35,6 +37,7 @@ LLAMA_LAYERS = ("llama", "mistral")
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # config fields
 FIRST = ("midlayer.", "layers.0.")
 LATER = re.compile(r"layers\.(\d+)\.")
+MASK_STATES = "mask_hidden"  # of P-EAGLE
 LEGACY_NORMS = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]
 
 
@@ -42,12 +45,14 @@ class Eagle3(Layout):
     """A head beside a Llama's config."""
 
     name = "EAGLE-3"
-    family = Eagle3ForCausalLM
-    targets = ("eagle3", "sglang", "vllm")
+    family: ClassVar[type[DraftHeadPreTrainedModel]] = Eagle3ForCausalLM
+    targets: ClassVar[tuple[str, ...]] = ("eagle3", "sglang", "vllm")
     holds_vocabulary = True
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        return layer_prefix(keys) is not None and "speculators_model_type" not in config
+        names = set(keys)
+        parallel = (MASK_STATES in names) == (self.family is PEagleForCausalLM)
+        return layer_prefix(names) is not None and "speculators_model_type" not in config and parallel
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config = source.config
@@ -86,6 +91,14 @@ class Eagle3(Layout):
             "vllm": VLLM.format("eagle3", min(config.num_draft_heads, 5)),
         }
         return Files("model.safetensors", tensors, about, [*notes, launch[target]])
+
+
+class PEagle(Eagle3):
+    """A P-EAGLE head beside a Llama's config, as Amazon and SpecForge save it."""
+
+    name = "P-EAGLE"
+    family = PEagleForCausalLM
+    targets = ()
 
 
 def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
@@ -282,6 +295,11 @@ def read_pair_head(
         "own_embeddings": "embed_tokens.weight" in tensors,
         "share_lm_head": "lm_head.weight" not in tensors,
     }
+    if layout.family is PEagleForCausalLM:
+        tensors[MASK_STATES] = Joined((reader.take(MASK_STATES),), (wide,), (MASK_STATES,))
+        form["mask_token_id"] = said(source.name, config, *MASK)
+        if form["mask_token_id"] is None:
+            raise ValueError(f"{source.name!r} does not say mask_token_id: give mask_token_id= (--set).")
     for name, key in (("norm_before_fc", "input_norm.weight"), ("fc_norm", norms[0])):
         if config.get(name):
             reader.take(key)  # a lost norm: say so

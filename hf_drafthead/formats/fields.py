@@ -17,7 +17,7 @@ from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.layout import Reader
 from hf_drafthead.modeling.files import shortened
 
-NONE = (None, False, "", [], {})  # values of a field that says nothing; 0 is one of them
+NONE: tuple[Any, ...] = (None, False, "", [], {})  # values of a field that says nothing; 0 is one of them
 SCALES = ("multiplier", "scale", "scaling", "factor")  # what the names of fields end in that are nothing at 1
 NESTED = ("dflash_config", "eagle_config", "eagle_architecture_config")  # objects whose fields are the head's as well
 MASK = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")  # names of one field
@@ -97,7 +97,9 @@ TABLE: dict[str, Row] = {
     "EAGLE-3": LAYER | OF_EAGLE3,
     "DFlash": LAYER | OF_BLOCKS | OF_SCALES,
     "DFlash 2": LAYER | OF_BLOCKS | OF_SCALES | OF_SELECTOR,
+    "P-EAGLE": LAYER | OF_EAGLE3 | dict.fromkeys(MASK),
     "speculators": OF_SPECULATORS | OF_EAGLE3,
+    "speculators (peagle)": OF_SPECULATORS | OF_EAGLE3 | dict.fromkeys(MASK),
     "speculators (mtp)": OF_SPECULATORS | _row("num_nextn_predict_layers num_speculative_steps mtp_num_hidden_layers"),
     "Gemma 4 assistant": _row(
         "backbone_hidden_size centroid_intermediate_top_k num_centroids text_config use_ordered_embeddings"
@@ -105,7 +107,9 @@ TABLE: dict[str, Row] = {
     "speculators (dflash, dspark)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS,
     "speculators (dflash2)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS | OF_SELECTOR,
 }
-NAMES_ITS_LAYER = ("speculators", "speculators (dflash, dspark)", "speculators (dflash2)")  # in a config of its own
+NAMES_ITS_LAYER = tuple(
+    name for name in TABLE if name.startswith("speculators") and "mtp" not in name
+)  # in a config of its own
 
 
 def head_fields(source: Source, layout: str) -> dict[str, Any]:
@@ -133,12 +137,13 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
                 raise ValueError(f"{name!r} says {key} twice, {flat[key]} and {value}: correct its config.json.")
             flat[key] = flat.get(key) if value is None else value
     row, layer = TABLE[layout], flat
-    if layout in NAMES_ITS_LAYER and isinstance(layer := flat.get("transformer_layer_config"), Mapping):
+    if layout in NAMES_ITS_LAYER and isinstance(said_of_layer := flat.get("transformer_layer_config"), Mapping):
+        layer = dict(said_of_layer)
         _refuse_unknown(name, layer, LAYER | _row("draft_vocab_size"))
         flat = {key: value for key, value in flat.items() if key in row or key not in layer or layer[key] != value}
     _refuse_unknown(name, flat, row)
     for key in ("rope_scaling", "rope_parameters"):
-        for rotary in _by_type((layer or {}).get(key)).values():
+        for rotary in _by_type(layer.get(key)).values():
             _refuse_unknown(name, rotary, ROTARY, f" of its {key}")
     return flat
 
@@ -147,7 +152,6 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
 OTHERS = {
     **dict.fromkeys(("prefix_gru.", "embed_proj.", "DominoDraftModel"), "Domino"),
     "sink": "a block drafter with attention sinks",
-    "mask_hidden": "P-EAGLE",
 }
 
 

@@ -6,25 +6,27 @@ from typing import Any
 from hf_drafthead.formats.dflash import BlockDrafter, BlockDrafter2, SpeculatorsBlock, SpeculatorsBlock2
 from hf_drafthead.formats.disk import Source, find_sources
 from hf_drafthead.formats.eagle import Eagle
-from hf_drafthead.formats.eagle3 import Eagle3
+from hf_drafthead.formats.eagle3 import Eagle3, PEagle
 from hf_drafthead.formats.gemma4_assistant import GemmaAssistant
 from hf_drafthead.formats.hydra import Hydra
 from hf_drafthead.formats.layout import Layout
 from hf_drafthead.formats.medusa import Medusa, MedusaFull, MedusaVllm
 from hf_drafthead.formats.mtp_layouts import BaseModules, SpeculatorsMtp
-from hf_drafthead.formats.speculators import Speculators
+from hf_drafthead.formats.speculators import Speculators, SpeculatorsPEagle
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 
-LAYOUTS: tuple[Layout, ...] = (Medusa(), MedusaFull(), MedusaVllm(), Hydra(), Eagle(), Eagle3(), Speculators())
-LAYOUTS += (
-    SpeculatorsMtp(),
-    BaseModules(),
-    BlockDrafter(),
-    BlockDrafter2(),
-    SpeculatorsBlock(),
-    SpeculatorsBlock2(),
-    GemmaAssistant(),
+LAYOUTS: tuple[Layout, ...] = (
+    Medusa(),
+    MedusaFull(),
+    MedusaVllm(),
+    Hydra(),
+    Eagle(),
+    Eagle3(),
+    PEagle(),
+    Speculators(),
 )
+LAYOUTS += (SpeculatorsPEagle(), SpeculatorsMtp(), BaseModules(), BlockDrafter(), BlockDrafter2(), SpeculatorsBlock())
+LAYOUTS += (SpeculatorsBlock2(), GemmaAssistant())
 OWN_PREFIXES = ("drafter.", "base.")  # names of this library
 
 

@@ -196,7 +196,8 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
     files = {}
     for key in ours:
         if (file := fetch_file(place, shards[key], hub)) is None:
-            raise OSError(f"{place!r} lacks {shards[key]}, which its index names: download it again.")
+            index = f"{WEIGHTS if shards[key].endswith('.safetensors') else PICKLE}.index.json"
+            raise OSError(f"{place!r} lacks {shards[key]}, which its {index} names: download it again.")
         files[key] = file
     return StoredModules(place, count, files, ours)
 

@@ -7,11 +7,12 @@ it for false and vLLM for true.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.eagle3 import (
     IDS,
+    MASK_STATES,
     NORM_FLAGS,
     features_to_write,
     read_pair_head,
@@ -20,20 +21,22 @@ from hf_drafthead.formats.eagle3 import (
 )
 from hf_drafthead.formats.fields import llama_fields
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, SavedHeads
+from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.eagle3 import Eagle3ForCausalLM
+from hf_drafthead.modeling.peagle import PEagleForCausalLM
 
 VERSION = "0.9.0"  # of the library whose format is written
 SPECULATIVE_TOKENS = 5  # that vLLM drafts at a time, if the command line does not say
 LAYERS = {"llama": "llama", "mistral": "llama", "qwen3": "qwen3"}
 KIND = "speculators_model_type"
-OTHER_KINDS = ("mtp", "dflash", "dspark", "dflash2")  # with a layout of their own
+OTHER_KINDS = ("mtp", "dflash", "dspark", "dflash2", "peagle")  # with a layout of their own
 
 
 class Speculators(Layout):
     """A head with the name of its base."""
 
     name = "speculators"
-    family = Eagle3ForCausalLM
+    family: ClassVar[type[DraftHeadPreTrainedModel]] = Eagle3ForCausalLM
     targets = ("speculators",)
     holds_vocabulary = True
 
@@ -42,10 +45,10 @@ class Speculators(Layout):
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config = source.config
-        if config[KIND] != "eagle3":
+        if config[KIND] not in ("eagle3", "peagle"):
             raise ValueError(
                 f"{source.name!r} holds a speculator of the kind {config[KIND]!r}, which has no family here: expected "
-                "'eagle3', 'dflash', 'dspark', 'dflash2' or 'mtp'."
+                f"'eagle3', {', '.join(map(repr, OTHER_KINDS))}."
             )
         if "norm_before_residual" not in config and fields.get("norm_before_residual") is None:
             raise ValueError(
@@ -79,10 +82,14 @@ class Speculators(Layout):
         features = features_to_write(saved, "vLLM sorts them")
         tensors, notes = split_tensors(saved, "layers.0.")
         biased = any(key.startswith("layers.") and key.endswith("o_proj.bias") for key in tensors)
+        kind, parallel = ("peagle", True) if self.family is PEagleForCausalLM else ("eagle3", False)
+        if parallel:
+            tensors[MASK_STATES] = tensors[MASK_STATES][None, None]
         about: dict[str, Any] = {
-            KIND: "eagle3",
+            KIND: kind,
             "speculators_version": VERSION,
-            "architectures": ["Eagle3Speculator"],
+            "architectures": ["PEagleSpeculator" if parallel else "Eagle3Speculator"],
+            **({"mask_token_id": config.mask_token_id} if parallel else {}),
             "draft_vocab_size": config.draft_vocab_size,
             **{name: getattr(config, name) for name in NORM_FLAGS},
             "target_hidden_size": None,
@@ -96,7 +103,9 @@ class Speculators(Layout):
                 "attention_bias": biased,
                 "mlp_bias": bool(getattr(layer, "mlp_bias", False)),
             },
-            "speculators_config": speculators_config(saved, "eagle3", min(config.num_draft_heads, SPECULATIVE_TOKENS)),
+            "speculators_config": speculators_config(
+                saved, kind, config.num_draft_heads if parallel else min(config.num_draft_heads, SPECULATIVE_TOKENS)
+            ),
         }
         if config.window is not None:
             windowed = {"sliding_window": config.window, "layer_types": ["sliding_attention"] * config.num_layers}
@@ -107,6 +116,23 @@ class Speculators(Layout):
                 "fill embed_tokens.weight with NaN before load_verifier_weights(), or they stay uninitialized."
             )
         return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
+
+
+class SpeculatorsPEagle(Speculators):
+    """A P-EAGLE head of that library."""
+
+    name = "speculators (peagle)"
+    family = PEagleForCausalLM
+
+    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
+        return config.get(KIND) == "peagle"
+
+    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
+        heads = super().read(source, fields)
+        proposals = (source.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        if (tokens := proposals[0].get("speculative_tokens")) is not None:
+            heads.fields["num_draft_heads"] = tokens
+        return heads
 
 
 def verifier_of(config: Mapping[str, Any]) -> str | None:

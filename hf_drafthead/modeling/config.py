@@ -278,6 +278,17 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
                 "multiple of the second."
             )
 
+    def _check_mask_token(self) -> None:
+        """The token whose embedding stands where none is known, by default the last; refused if the base lacks it."""
+        tokens, token = self.known_tokens or 1, getattr(self, "mask_token_id", None)
+        token = tokens - 1 if token is None and self.known_tokens else token
+        if token is not None and (type(token) is not int or not 0 <= token < tokens):
+            raise ValueError(
+                f"mask_token_id is {shortened.repr(token)}, but the base embeds {tokens} tokens, numbered from 0: give "
+                "one of them, best one that no text has."
+            )
+        self.mask_token_id = token
+
     def _check_layer_width(self) -> None:
         """Refuse decoder layers of another width than the base where the heads share its embeddings or lm_head."""
         width = getattr(getattr(self, "layer_config", None), "hidden_size", None)

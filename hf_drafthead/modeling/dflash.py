@@ -163,13 +163,8 @@ class DFlashConfig(DraftHeadConfig):
             self._check_on_base()
 
     def _check_on_base(self) -> None:
-        text, tokens = self.get_text_config(), self.known_tokens or 1
-        self.mask_token_id = tokens - 1 if self.mask_token_id is None else self.mask_token_id
-        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < tokens:
-            raise ValueError(
-                f"mask_token_id is {shortened.repr(self.mask_token_id)}, but the base embeds {tokens} tokens, numbered "
-                "from 0: give one of them, best one that no text has."
-            )
+        text = self.get_text_config()
+        self._check_mask_token()
         if self.layer_config is None:
             self.layer_config = llama_like(text, self.num_layers, self.width, Qwen3Config)
         self._check_layer("a block drafter is made of decoder layers", True, same_width=False)
@@ -376,10 +371,10 @@ class DFlashDrafter(Drafter):
 
     def _scores(self, hidden: Tensor) -> Tensor:
         multiplier, cap = self.config.output_multiplier, self.config.final_logit_softcapping
-        if self.lm_head is None:
-            logits = self.base_logits(hidden, raw=multiplier is not None)
-        else:
+        if self.lm_head is not None:
             logits = self.lm_head(hidden)
+        else:
+            logits = self.base_logits(hidden) if multiplier is None else self.base_products(hidden)
         logits = logits if multiplier in (None, 1.0) else logits * multiplier
         return logits if cap is None else cap * (logits / cap).tanh()
 

@@ -108,6 +108,11 @@ class ConvolvedLayer(nn.Module):
         config: of the drafter.
     """
 
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
     def __init__(self, layer: nn.Module, config: DFlash2Config) -> None:
         super().__init__()
         for name, part in layer.named_children():

@@ -237,6 +237,10 @@ class Drafter(nn.Module):
         """Logits (..., V) of one head from its state (..., S); (..., D) where it chooses among some tokens only."""
         raise NotImplementedError
 
+    def drawn(self, anchors: int) -> list[list[int]] | None:
+        """Of each head, which of so many anchors it guesses behind in training; None for all of them."""
+        return None
+
     def unary_logits(self, head: int, hidden: Tensor) -> Tensor:
         """Logits, as of `head_logits`, that the losses are of."""
         return self.head_logits(head, hidden)
@@ -270,21 +274,23 @@ class Drafter(nn.Module):
         like = next(self.parameters())
         return tensor.to(like.dtype) if like.is_meta else tensor.to(like)  # hooks move what an offloaded drafter needs
 
-    def base_logits(self, hidden: Tensor, raw: bool = False) -> Tensor:
-        """What the base makes of states (..., H): logits (..., V), or (..., D) of the draft vocabulary.
-
-        raw: what its lm_head makes of them, without what the base does with the products.
-        """
+    def base_logits(self, hidden: Tensor) -> Tensor:
+        """What the base makes of states (..., H): logits (..., V), or (..., D) of the draft vocabulary."""
         output = self.output
         if self.draft_tokens is None:
             dtype = output.head.weight.dtype  # heads in training have another
-            project = output.head if raw else output.logits
-            return project(hidden.to(dtype) if dtype.is_floating_point else hidden)
+            return output.logits(hidden.to(dtype) if dtype.is_floating_point else hidden)
+        return output.behind(self.base_products(hidden))
+
+    def base_products(self, hidden: Tensor) -> Tensor:
+        """As `base_logits`, what the lm_head alone makes of states."""
+        head = self.output.head
+        if self.draft_tokens is None:
+            return head(hidden.to(head.weight.dtype) if head.weight.dtype.is_floating_point else hidden)
         parameter: Tensor = next(self.parameters())
         like = hidden if parameter.is_meta else parameter  # offloaded: where hooks bring the heads to, their states are
-        weight, bias = self._rows(output.head, self.draft_tokens, like)
-        products = F.linear(hidden.to(weight.dtype), weight, bias)
-        return products if raw else output.behind(products)
+        weight, bias = self._rows(head, self.draft_tokens, like)
+        return F.linear(hidden.to(weight.dtype), weight, bias)
 
     def embed(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The input embeddings (..., H) of tokens, where and in the type that `like` has: own ones, or the base's."""

@@ -22,6 +22,7 @@ from hf_drafthead.modeling.gemma4_assistant import GemmaAssistantConfig, GemmaAs
 from hf_drafthead.modeling.hydra import HYDRA_PLUS_PLUS_RECIPE, HYDRA_RECIPE, HydraConfig, HydraForCausalLM
 from hf_drafthead.modeling.medusa import MEDUSA_JOINT_RECIPE, MEDUSA_RECIPE, MedusaConfig, MedusaForCausalLM
 from hf_drafthead.modeling.mtp import MtpConfig, MtpForCausalLM
+from hf_drafthead.modeling.peagle import PEAGLE_RECIPE, PEagleConfig, PEagleForCausalLM
 from hf_drafthead.modeling.prompt_lookup import LookupConfig, LookupForCausalLM
 
 # For type checkers, for which the package's classes are the public names of this module; at run time CLASSES has them.
@@ -30,6 +31,7 @@ __all__ += ["MedusaConfig", "MtpConfig", "AmphistaForCausalLM", "DFlashForCausal
 __all__ += ["GemmaAssistantConfig", "GemmaAssistantForCausalLM"]
 __all__ += ["EagleForCausalLM", "Eagle3ForCausalLM", "HydraForCausalLM", "MedusaForCausalLM", "MtpForCausalLM"]
 __all__ += ["LookupConfig", "LookupForCausalLM", "DFlash2Config", "DFlash2ForCausalLM"]
+__all__ += ["PEagleConfig", "PEagleForCausalLM"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ _TABLE = (
     Family("eagle", "EAGLE", "2401.15077", EagleForCausalLM, EagleConfig, EAGLE_RECIPE),
     Family("eagle3", "EAGLE-3", "2503.01840", Eagle3ForCausalLM, Eagle3Config, EAGLE3_RECIPE),
     Family("eagle3.1", "EAGLE 3.1", "2605.09992", Eagle3ForCausalLM, Eagle3Config.with_norms, EAGLE3_RECIPE),
+    Family("peagle", "P-EAGLE", "2602.01469", PEagleForCausalLM, PEagleConfig, PEAGLE_RECIPE),
     # trained as EAGLE-3 is: on the base's own distribution, several levels deep
     Family("mtp", "MTP", "2412.19437", MtpForCausalLM, MtpConfig, EAGLE3_RECIPE),
     Family("dflash", "DFlash", "2602.06036", DFlashForCausalLM, DFlashConfig, DFLASH_RECIPE),

@@ -120,7 +120,8 @@ class HeadsLoss:
         heads, labels = model.config.num_draft_heads, padded_on_the_right(inputs)["labels"]
         if "anchors" not in inputs:
             return label_counts(labels, heads)
-        counts = [(targets != IGNORED).sum() for targets, _ in anchored(labels, inputs["anchors"].to(labels), heads)]
+        behind = _behind_anchors(model.drafter, labels, inputs["anchors"].to(labels), heads)
+        counts = [(targets != IGNORED).sum() for targets, _ in behind]
         return torch.stack([labelled(labels, 1).sum(), *counts])
 
     def _shares(self, totals: Tensor, together: bool) -> Tensor:
@@ -154,7 +155,7 @@ class HeadsLoss:
             targets, sources = [label_tokens] * len(states), [places - 1] * len(states)
         else:
             states = drafter.head_states(features, *text, anchors.clamp(min=0))  # type: ignore[call-arg]
-            rows, pairs = [state.flatten(0, 1) for state in states], anchored(labels, anchors, len(states))
+            rows, pairs = [s.flatten(0, 1) for s in states], _behind_anchors(drafter, labels, anchors, len(states))
             targets, sources = [pair[0].flatten() for pair in pairs], [pair[1].flatten() for pair in pairs]
             valid = [head_targets != IGNORED for head_targets in targets]
         if drafter.draft_tokens is not None:
@@ -483,6 +484,12 @@ def anchored(labels: Tensor, anchors: Tensor, heads: int) -> list[tuple[Tensor, 
         is_label = is_label & (places < width) & (targets != IGNORED)
         per_head.append((targets.where(is_label, IGNORED), first + (inside - 1).clamp(min=0)))
     return per_head
+
+
+def _behind_anchors(drafter: Drafter, labels: Tensor, anchors: Tensor, heads: int) -> list[tuple[Tensor, Tensor]]:
+    """As `anchored`, of the anchors alone that each head guesses behind."""
+    pairs, drawn = anchored(labels, anchors, heads), drafter.drawn(anchors.shape[1])
+    return pairs if drawn is None else [(there[:, some], at[:, some]) for (there, at), some in zip(pairs, drawn)]
 
 
 def heads_share(schedule: str, step: int, steps: int) -> float:

@@ -28,6 +28,7 @@ FAMILIES = {
     "amphista-alpha": ({"num_auto_embedding_layers": 2}, "Amphista-alpha", "li2025amphista"),
     "eagle": ({"num_draft_heads": 1}, "EAGLE", "li2024eagle"),
     "eagle3": ({"feature_layers": [0, 1, 2]}, "EAGLE-3", "li2025eagle3"),
+    "peagle": ({"feature_layers": [0, 1]}, "P-EAGLE", "hui2026peagle"),
     "mtp": ({}, "MTP", "deepseekai2024deepseekv3"),
     "dflash": ({"feature_layers": [0, 1]}, "DFlash", "chen2026dflash"),
     "dflash2": ({"feature_layers": [0, 1], "conv_group_size": 8}, "DFlash 2", "chen2026dflash"),

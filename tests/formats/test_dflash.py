@@ -99,7 +99,6 @@ def test_a_file_that_cannot_be_run_is_refused(changed, message, base, tmp_path):
     "key, other",
     [
         ("prefix_gru.weight_ih_l0", "Domino"),
-        ("mask_hidden", "P-EAGLE"),
         ("layers.0.self_attn.sinks", "attention sinks"),
     ],
 )

@@ -198,8 +198,8 @@ def test_a_missing_norm_before_residual_is_refused(write):
 
 def test_other_speculators_are_refused(write):
     with refused(
-        "'...' holds a speculator of the kind 'xpress', which has no family here: expected 'eagle3', "
-        "'dflash', 'dspark', 'dflash2' or 'mtp'."
+        "'...' holds a speculator of the kind 'xpress', which has no family here: expected 'eagle3', 'mtp', 'dflash', "
+        "'dspark', 'dflash2', 'peagle'."
     ):
         convert_checkpoint(write("speculators", speculators_model_type="xpress"))
 

@@ -16,6 +16,7 @@ from hf_drafthead.modeling import (
     HydraForCausalLM,
     MedusaForCausalLM,
     MtpForCausalLM,
+    PEagleForCausalLM,
 )
 from tests.bases import tiny_base
 from tests.families import DSPARK_VARIANTS, Family
@@ -77,6 +78,7 @@ FORMS = [
         Family("eagle3, qwen3 layer", Eagle3ForCausalLM, EAGLE3 | {"layer_config": tiny_base("qwen3").config}),
         ("speculators",),
     ),
+    (Family("peagle", PEagleForCausalLM, EAGLE3 | {"own_embeddings": True, "num_layers": 2}), ("speculators",)),
     (Family("dflash", DFlashForCausalLM, BLOCK), ("sglang", "speculators")),
     (Family("dflash of DeepSpec", DFlashForCausalLM, BLOCK | {"sample_from_anchor": True}), ("sglang", "speculators")),
     (Family("dflash, reduced", DFlashForCausalLM, BLOCK | EAGLE3 | {"share_lm_head": False}), ("speculators",)),

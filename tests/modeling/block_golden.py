@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_drafthead.modeling import DFlash2ForCausalLM, DFlashForCausalLM
+from hf_drafthead.modeling import DFlash2ForCausalLM, DFlashForCausalLM, PEagleForCausalLM
 from tests.modeling.golden import FOLDER
 
 DATA = FOLDER / "block"
@@ -41,9 +41,8 @@ class Case:
     def model(self, folder: Path, base: Any = None, **fields: Any) -> DFlashForCausalLM:
         """The converted drafter on its base."""
         base = golden_base() if base is None else base
-        kind = (
-            DFlash2ForCausalLM if "candidate_selector.hidden_projection.weight" in self.weights else DFlashForCausalLM
-        )
+        kinds = {"candidate_selector.hidden_projection.weight": DFlash2ForCausalLM, "mask_hidden": PEagleForCausalLM}
+        kind: Any = next((kinds[key] for key in kinds if key in self.weights), DFlashForCausalLM)
         model = kind.from_pretrained(self.write(folder), convert=True, base_model=base, **fields)
         return model.eval()
 
