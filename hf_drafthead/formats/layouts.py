@@ -8,12 +8,14 @@ from hf_drafthead.formats.disk import Source, find_sources
 from hf_drafthead.formats.eagle import Eagle
 from hf_drafthead.formats.eagle3 import Eagle3, PEagle
 from hf_drafthead.formats.gemma4_assistant import GemmaAssistant
+from hf_drafthead.formats.gguf import gguf_source
 from hf_drafthead.formats.hydra import Hydra
 from hf_drafthead.formats.layout import Layout
 from hf_drafthead.formats.medusa import Medusa, MedusaFull, MedusaVllm
 from hf_drafthead.formats.mtp_layouts import BaseModules, SpeculatorsMtp
 from hf_drafthead.formats.speculators import Speculators, SpeculatorsPEagle
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
+from hf_drafthead.modeling.gguf_files import split_gguf
 
 LAYOUTS: tuple[Layout, ...] = (
     Medusa(),
@@ -42,7 +44,7 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
         OSError: they cannot be read.
         ValueError: they are of no known layout, of this library's own, or of two layouts.
     """
-    sources = find_sources(name, hub)
+    sources = find_sources(name, hub) if split_gguf(name)[1] is None else [gguf_source(name, hub)]
     fitting = [
         (source, [layout for layout in LAYOUTS if layout.detect(source.tensors, source.config)]) for source in sources
     ]
