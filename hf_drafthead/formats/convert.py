@@ -179,7 +179,7 @@ def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
     try:
         file = replace(file, config=head_fields(file, layout.name))
         heads = layout.read(file, fields)
-        heads.tensors = halves(file.name, file.config, heads.tensors)
+        heads.tensors = halves(file, layout.name, heads.tensors)
     except OF_WRONG_TYPES as error:
         raise ValueError(
             f"{file.name!r} has in its config.json a value, or a tensor, of a form that no {layout.name} file has "

@@ -107,9 +107,8 @@ TABLE: dict[str, Row] = {
     "speculators (dflash, dspark)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS,
     "speculators (dflash2)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS | OF_SELECTOR,
 }
-NAMES_ITS_LAYER = tuple(
-    name for name in TABLE if name.startswith("speculators") and "mtp" not in name
-)  # in a config of its own
+IN_ITS_OWN = tuple(name for name in TABLE if name.startswith("speculators") and "mtp" not in name)  # config of a layer
+WITH_LAYERS = (*IN_ITS_OWN, *(name for name in TABLE if "num_attention_heads" in TABLE[name]))
 
 
 def head_fields(source: Source, layout: str) -> dict[str, Any]:
@@ -125,7 +124,8 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
     if layout not in TABLE:
         return dict(config)
     for part, other in OTHERS.items():
-        if any(part in key for key in source.tensors) or part in (config.get("architectures") or ()):
+        there = any(part in key for key in source.tensors) or part in (config.get("architectures") or ())
+        if there and layout in WITH_LAYERS:
             raise ValueError(f"{name!r} is {other}, which has no family here: get a drafter of another kind.")
     beside = os.path.join(os.path.dirname(source.files[0]), "mask_embedding.pt")
     if "mask_token_id" in TABLE[layout] and os.path.exists(beside):
@@ -137,7 +137,7 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
                 raise ValueError(f"{name!r} says {key} twice, {flat[key]} and {value}: correct its config.json.")
             flat[key] = flat.get(key) if value is None else value
     row, layer = TABLE[layout], flat
-    if layout in NAMES_ITS_LAYER and isinstance(said_of_layer := flat.get("transformer_layer_config"), Mapping):
+    if layout in IN_ITS_OWN and isinstance(said_of_layer := flat.get("transformer_layer_config"), Mapping):
         layer = dict(said_of_layer)
         _refuse_unknown(name, layer, LAYER | _row("draft_vocab_size"))
         flat = {key: value for key, value in flat.items() if key in row or key not in layer or layer[key] != value}
@@ -187,12 +187,15 @@ def flag(name: str, config: Mapping[str, Any], *keys: str) -> bool | None:
     return said(name, config, *keys)
 
 
-def halves(name: str, config: Mapping[str, Any], tensors: Mapping[str, Joined]) -> dict[str, Joined]:
+def halves(source: Source, layout: str, tensors: Mapping[str, Joined]) -> dict[str, Joined]:
     """A head's tensors with rotary positions that pair each number with that half a head further.
 
     Where they pair neighbours (0, 1), (2, 3), ..., the rows of queries and keys, and their norms, are put in the order
     0, 2, ..., 1, 3, ... once: the scores stay what they are.
     """
+    if layout not in WITH_LAYERS:
+        return dict(tensors)
+    name, config = source.name, source.config
     layer = config.get("transformer_layer_config") or config
     says = [flag(name, layer, key) is HALVES[key] for key in HALVES if flag(name, layer, key) is not None]
     of_liquid = any("lfm" in str(kind).lower() for kind in config.get("architectures") or ())

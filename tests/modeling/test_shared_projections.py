@@ -54,7 +54,7 @@ def test_small_projections_are_never_shared(monkeypatch):
 def test_families_without_such_projections_are_as_they_are():
     shared_by_default = {"dflash", "dspark", "dflash2"}
     for family in TRAINED.keys() - set(WITH_PROJECTIONS) - shared_by_default:
-        fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
+        fields = {"feature_layers": [0, 1]} if family.endswith(("eagle3", "eagle3.1", "peagle")) else {}
         model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
         assert not getattr(model.config, "share_lm_head", False)
     assert Eagle3Config().share_lm_head is False
