@@ -30,6 +30,7 @@ ALLOWED = {
     "evaluation": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "training": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "hub_upload": {"modeling", "cards", "generation"},
+    "serving": {"data", "evaluation", "modeling", "generation", "bases"},
     "page": {"data", "evaluation", "trees", "modeling", "cards", "generation", "bases"},
     "formats": {"modeling", "cards", "generation"},
     "zoo": {"modeling", "generation"},
@@ -37,6 +38,7 @@ ALLOWED = {
         "data",
         "zoo",
         "page",
+        "serving",
         "hub_upload",
         "formats",
         "evaluation",
@@ -48,11 +50,13 @@ ALLOWED = {
         "bases",
     },
 }
-# The modules that need an extra: `page`; `gguf`, imported where such a file is read, once it is known to be there.
+# The modules that need an extra: `page`, `serving`; `gguf`, imported once such a file is known to be there.
 OF_AN_EXTRA = {
     "hf_drafthead.page.app": {"gradio"},
     "hf_drafthead.formats.gguf": {"gguf"},
-    "hf_drafthead.hub_upload.serve": {"starlette"},  # of transformers[serving], which it asks for first
+    "hf_drafthead.serving.app": {"fastapi", "starlette", "uvicorn"},  # which brings starlette
+    "hf_drafthead.serving.formats": {"openai"},
+    "hf_drafthead.serving.processors": {"llguidance"},  # imported where JSON is asked for, once it is known to be there
 }
 # What imports upward, each in a function of one line that imports when it is called: `push_to_hub`;
 # `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`; the choice of a tree, by what was

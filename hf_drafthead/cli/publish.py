@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from hf_drafthead.cli.common import Json, ModelName, app, flag, output, parse_options, say, string, write_json
 
@@ -134,36 +133,14 @@ def push(
 def run_serve(
     context: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a checkpoint, or its Hub id.")] = None,
-    lookup_texts: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Copy guesses from the text files of this folder, too.")
-    ] = None,
-    lookup_answers: Annotated[
-        bool, typer.Option("--lookup-answers/--no-lookup-answers", help="Copy guesses from earlier answers, too.")
-    ] = True,
-    slots: Annotated[int | None, typer.Option(help="With --continuous-batching: requests decoded at once.")] = None,
-    max_queue_size: Annotated[
-        int | None,
-        typer.Option(help="With --continuous-batching: requests that may wait, else it says 503."),
-    ] = None,
-    show_help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
 ) -> None:
-    """Serve a model with an OpenAI-compatible API: all other options are those of `transformers serve`."""
-    from hf_drafthead.hub_upload import serve as server
+    """Serve a model with an OpenAI-compatible API."""
+    from hf_drafthead import serving
 
-    if show_help:
-        print(context.get_help())
-        server_options = Table("option of `transformers serve`", "", box=None, padding=(0, 2, 0, 0))
-        for name, text in server.options():
-            server_options.add_row(name, text)
-        output().print(server_options)
+    words = [*([] if model is None else [model]), *context.args]
+    if {"-h", "--help"} & set(words):
+        output().print(serving.parser().format_help(), highlight=False, markup=False)
         raise typer.Exit()
-    if model is None:
+    if model is None or model.startswith("-"):
         raise ValueError("Missing argument 'MODEL': see `hf-drafthead serve --help`.")
-    server.serve(
-        model,
-        context.args,
-        lookup_texts=lookup_texts,
-        lookup_answers=lookup_answers,
-        slots=slots,
-        max_queue_size=max_queue_size,
-    )
+    serving.serve(model, context.args)

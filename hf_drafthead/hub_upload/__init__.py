@@ -1,4 +1,4 @@
-"""What leaves for the Hub, and what is served: nothing goes out unchecked."""
+"""What leaves for the Hub: nothing goes out unchecked."""
 
 from hf_drafthead.hub_upload.push import Push, Target, push_folder, push_model
 

@@ -257,3 +257,11 @@ def test_heads_on_a_local_base_can_be_looked_at_and_written(hub, clients, models
     assert clients.run(code, place=str(tmp_path / "elsewhere" / "out")).said == "LlamaForCausalLM"
     again = command(clients, *given, "--to-folder", tmp_path / "elsewhere" / "out")
     assert again.code == 2 and "is there already: name a folder that is not" in again.err
+
+
+def test_a_model_to_serve_that_the_hub_does_not_have_is_refused(hub, clients):
+    pytest.importorskip("uvicorn")
+    answer = command(clients, "serve", "org/nothing", token=None)
+    assert answer.code == 2 and answer.err.count("\n") == 1
+    line = "hf-drafthead: the heads 'org/nothing' cannot be fetched: the Hub has no such repository"
+    assert answer.err.startswith(line)

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModel
 
 from hf_drafthead import MedusaForCausalLM, convert_checkpoint, export_checkpoint
-from hf_drafthead.hub_upload.serve import check_servable
+from hf_drafthead.serving import check_servable
 from tests.bases import tiny_base
 
 COMMIT = "3" * 40
@@ -90,4 +90,4 @@ def test_a_file_that_was_looked_up_and_not_there_is_missing(tmp_path, models):
 
 def test_a_model_to_serve_that_is_not_in_the_cache_was_not_looked_up(tmp_path):
     with pytest.raises(OSError, match=NOT_ASKED):
-        check_servable("org/none-at-all")
+        check_servable("org/none-at-all", {"revision": "main"})

@@ -17,7 +17,7 @@ from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill, load_model
 from hf_drafthead.training.endpoint import with_path
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
-from tests.hub_upload.serving import running_server, served
+from tests.serving.running import running_server, served
 from tests.training.chat_templates import CHATML, tokenizer_with
 
 CHATS = [{"messages": [{"role": "user", "content": words}]} for words in "abcdefghij"]

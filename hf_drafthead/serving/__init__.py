@@ -1,0 +1,118 @@
+"""A server that answers by OpenAI's protocol: a manager of many requests behind FastAPI."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hf_drafthead.generation.lookup import ANSWERS, TextIndex
+from hf_drafthead.modeling.checkpoint import fetch_file, read_heads_config
+
+NEEDED = ("fastapi", "openai", "uvicorn")
+MOST_TOKENS = 1 << 24  # of a folder of texts, half a gigabyte of memory
+
+
+class Parser(argparse.ArgumentParser):
+    """Options, whose faults are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}: see `hf-drafthead serve --help`.")
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object; a ValueError for anything else."""
+    if not isinstance(value := json.loads(text), dict):
+        raise ValueError
+    return value
+
+
+def parser() -> Parser:
+    """The options of `hf-drafthead serve`."""
+    options = Parser("hf-drafthead serve", description="Serve a model by OpenAI's protocol.", allow_abbrev=False)
+    add, yes_or_no = options.add_argument, argparse.BooleanOptionalAction
+    add("model", metavar="MODEL", help="folder of a checkpoint with draft heads, or its Hub id, with @revision")
+    add("--host", default="localhost", help="address to listen at (%(default)s)")
+    add("--port", type=int, default=8000, help="port to listen at (%(default)s)")
+    add("--device", default="auto", help="where the model runs: auto, cpu, cuda:1, ...")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add("--attn-implementation", metavar="NAME", help="of the base: sdpa, eager, ...")
+    add("--trust-remote-code", action="store_true", help="run the code of a base that brings its own")
+    add("--slots", type=int, metavar="N", help="requests that are decoded at once")
+    add("--max-queue-size", type=int, default=1024, metavar="N", help="requests that may wait (%(default)s), else 503")
+    add("--context", type=int, metavar="N", help="tokens of a prompt and its answer, by default the base's positions")
+    add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="of all chats")
+    add("--lookup-texts", type=Path, metavar="FOLDER", help="copy guesses from the text files of this folder")
+    add("--lookup-answers", action=yes_or_no, default=False, help="copy guesses from answers to other clients, too")
+    add(
+        "--stop-within",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="for which running answers may go on at the end",
+    )
+    add("--cors", action="store_true", help="let pages of any site ask")
+    add("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    add("--continuous-batching", action="store_true", help="as always: transformers' own server needs it")
+    return options
+
+
+def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> argparse.Namespace:
+    """What `serve` is asked for, checked; with the place of the model, how it is fetched, and the kind of its heads."""
+    options = parser().parse_args([model, *arguments])
+    if unknown := settings.keys() - vars(options).keys():
+        raise ValueError(f"unknown options {sorted(unknown)}: see `hf-drafthead serve --help`.")
+    vars(options).update(settings)
+    options.place, _, revision = model.partition("@")
+    options.hub = {"revision": revision or "main"}
+    options.trust = {"trust_remote_code": True} if options.trust_remote_code else {}
+    options.model_type = check_servable(options.place, options.hub)
+    return options
+
+
+def serve(model: str, arguments: Sequence[str] = (), **settings: Any) -> None:
+    """Answer requests until the process is interrupted.
+
+    Args:
+        model: folder of a draft-head checkpoint, or its id on the Hub, with `@revision` if another one is meant.
+        arguments: options as on the command line; settings: the same by name, such as `slots=8`.
+
+    Raises:
+        OSError: packages for serving are missing, or the model or a text cannot be read.
+        ValueError: the model has no draft heads or no tokenizer, or an option is unknown.
+    """
+    if lacking := [name for name in NEEDED if find_spec(name) is None]:
+        raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'hf-drafthead[serving]'.")
+    options = options_of(model, arguments, **settings)
+    from hf_drafthead.serving.app import run
+
+    run(options)
+
+
+def check_servable(place: str, hub: dict[str, str]) -> str:
+    """The kind of the heads; a ValueError for a model without heads or tokenizer."""
+    config = read_heads_config(place, hub)
+    if fetch_file(place, "tokenizer_config.json", hub) is None:
+        raise ValueError(f"{place!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({place!r}).")
+    return str(config.model_type)
+
+
+def texts_of(folder: Path | None, tokenizer: Any, answers: bool) -> TextIndex | None:
+    """The text files of a folder, its own folders included, with room for answers; None for neither."""
+    if folder is None:
+        return TextIndex.of(None, more=ANSWERS if answers else 0)
+    texts: list[str] = []
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
+            try:
+                texts.append(path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError:  # no text
+                continue
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    if not 0 < (count := sum(map(len, ids))) <= MOST_TOKENS:
+        there = f"has {count:,} tokens of text (UTF-8)" if folder.is_dir() else "is no folder"
+        raise ValueError(
+            f"--lookup-texts: {str(folder)!r} {there}: name a folder of text files, of {MOST_TOKENS:,} at most."
+        )
+    return TextIndex.of(ids, more=ANSWERS if answers else 0)

@@ -1,0 +1,66 @@
+"""Models that are served, and clients of them in this process."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_drafthead import zoo
+from tests.checkpoints import byte_tokenizer, save_base, save_heads
+from tests.serving.running import in_process
+
+SWITCH = "{% if reasoning_effort %}{{ reasoning_effort }}{% endif %}"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="package")
+def folder(tmp_path_factory) -> Path:
+    """Heads on a base that writes the alphabet, whose chat template says the turns one behind the other."""
+    folder = tmp_path_factory.mktemp("alphabet")
+    heads = save_heads(folder, save_base(folder), "medusa")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(heads)
+    return heads
+
+
+@pytest.fixture(scope="package")
+def letters(folder) -> Iterator[Any]:
+    """A client of that model."""
+    with in_process(folder, slots=4, context=1000) as client:
+        yield client
+
+
+@pytest.fixture(scope="package")
+def code(tmp_path_factory) -> Path:
+    """The bundled heads with a chat template, which has a switch for thoughts."""
+    folder = tmp_path_factory.mktemp("code")
+    for name in ("base", "eagle3"):
+        shutil.copytree(zoo.path(name), folder / name)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "eagle3")
+    tokenizer.chat_template = SWITCH + TEMPLATE
+    tokenizer.save_pretrained(folder / "eagle3")
+    return folder / "eagle3"
+
+
+@pytest.fixture(scope="package")
+def writer(code) -> Iterator[Any]:
+    """A client of that model, which writes Python."""
+    with in_process(code, slots=4) as client:
+        yield client
+
+
+@pytest.fixture(scope="package")
+def model(code) -> Any:
+    """That model itself."""
+    return AutoModelForCausalLM.from_pretrained(code)
+
+
+def post(client: Any, path: str, status: int = 200, **body: Any) -> Any:
+    """The answer to a request, which has this status."""
+    answer = client.post(f"/v1/{path}", json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()

@@ -1,0 +1,245 @@
+"""Each field of a request has its effect, or the request is refused with the field's name."""
+
+import json
+
+import pytest
+import torch
+
+from tests.serving.conftest import post
+from tests.serving.table import CALLS, DOCS, OF_OPENAI, outcome, table
+
+PROMPT = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
+CHAT = {"messages": [{"role": "user", "content": "def main("}], "max_tokens": 8, "temperature": 0}
+
+
+def text(client, **settings) -> str:
+    return post(client, "completions", **{**PROMPT, **settings})["choices"][0]["text"]
+
+
+def of_base(model, tokenizer, settings) -> str:
+    """What the base writes behind the prompt."""
+    tokens = tokenizer(PROMPT["prompt"], return_tensors="pt").input_ids
+    new = model.base.generate(tokens, max_new_tokens=8, **settings)[0, tokens.shape[1] :]
+    return tokenizer.decode(new, skip_special_tokens=True)
+
+
+def test_the_table_in_docs_is_what_the_server_does(writer):
+    assert table(writer) in DOCS.read_text(), "write it anew: python -m tests.serving.table"
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_field_of_openai_is_known_or_refused_by_name(call, writer):
+    assert OF_OPENAI[call] > {"model", "temperature"} and len(OF_OPENAI[call]) > 15
+    for field in sorted(OF_OPENAI[call] | {"no_such_field"}):
+        assert outcome(writer, call, field) in ("works", "refused", "as it is"), field
+    assert outcome(writer, call, "no_such_field") == "refused" and outcome(writer, call, "top_p") == "works"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 1.5}, {"top_p": 0.9}, {"temperature": 0.7, "top_p": 0.5}], ids=str
+)
+def test_a_temperature_samples_as_the_base_does_with_this_seed(settings, writer, model):
+    tokenizer, told = writer.room.served.tokenizer, []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        told.append(of_base(model, tokenizer, {"do_sample": True, **settings}))
+        asked = {**PROMPT, "temperature": None, **settings, "seed": seed}
+        assert post(writer, "completions", **asked)["choices"][0]["text"] == told[-1]
+    assert len(set(told)) > 1
+
+
+def test_without_a_word_the_base_decodes_as_it_says(writer, model):
+    greedy = of_base(model, writer.room.served.tokenizer, {"do_sample": False})
+    assert text(writer, temperature=None) == text(writer) == text(writer, seed=4) == greedy
+    assert len({text(writer, temperature=None, seed=seed) for seed in range(4)}) > 1, "a seed is of sampling"
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_n_answers_are_those_of_seeds_that_follow_each_other(seed, writer):
+    several = post(writer, "completions", **PROMPT | {"temperature": 1.5, "n": 3, "seed": seed})
+    texts = [choice["text"] for choice in several["choices"]]
+    assert [choice["index"] for choice in several["choices"]] == [0, 1, 2] and len(set(texts)) > 1
+    assert several["usage"]["completion_tokens"] == 24 and several["usage"]["prompt_tokens"] == 5
+    if seed:
+        assert texts == [text(writer, temperature=1.5, seed=seed + at) for at in range(3)]
+
+
+def test_several_prompts_as_texts_or_token_ids(writer):
+    ids = writer.room.served.tokenizer(["def main(", "class A"])["input_ids"]
+    texts = [text(writer, prompt=prompt) for prompt in ("def main(", "class A")]
+    for prompts in (["def main(", "class A"], ids):
+        answer = post(writer, "completions", **PROMPT | {"prompt": prompts, "n": 2})
+        assert [choice["text"] for choice in answer["choices"]] == [texts[0]] * 2 + [texts[1]] * 2
+    assert text(writer, prompt=ids[0]) == texts[0]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_log_probabilities_are_those_of_the_base(stream, writer, model):
+    served, settings = writer.room.served, {"stream": stream, "temperature": 1.2, "seed": 5}
+    answer = writer.post("/v1/completions", json=PROMPT | settings | {"logprobs": 3})
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = [chunk["choices"][0] for chunk in (chunks if stream else [answer.json()])]
+    tokens = [token for part in parts for token in part["logprobs"]["tokens"]]
+    values = [value for part in parts for value in part["logprobs"]["token_logprobs"]]
+    offsets = [place for part in parts for place in part["logprobs"]["text_offset"]]
+    whole = "".join(part["text"] for part in parts)
+    assert len(tokens) == 8 and "".join(tokens) == whole
+    assert [whole[start:][: len(token)] for start, token in zip(offsets, tokens)] == tokens
+    prompt = served.tokenizer(PROMPT["prompt"])["input_ids"]
+    ids = served.tokenizer.convert_tokens_to_ids(served.tokenizer.tokenize("".join(tokens)))
+    if len(ids) == len(tokens):
+        logits = model.base(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        torch.testing.assert_close(torch.tensor(values), logits[range(8), ids], atol=1e-3, rtol=1e-3)
+    assert all(len(top) >= 3 for part in parts for top in part["logprobs"]["top_logprobs"])
+
+
+def test_log_probabilities_in_chats_and_responses(writer):
+    chat = post(writer, "chat/completions", **CHAT, logprobs=True, top_logprobs=2)["choices"][0]
+    tokens = chat["logprobs"]["content"]
+    assert "".join(token["token"] for token in tokens) == chat["message"]["content"]
+    assert all(token["logprob"] == max(one["logprob"] for one in token["top_logprobs"]) for token in tokens)
+    assert all(bytes(token["bytes"]).decode() == token["token"] for token in tokens)
+    asked = {
+        "input": "def main(",
+        "max_output_tokens": 8,
+        "temperature": 0,
+        "include": ["message.output_text.logprobs"],
+    }
+    (item,) = post(writer, "responses", **asked)["output"]
+    assert [token["logprob"] for token in item["content"][0]["logprobs"]] == [token["logprob"] for token in tokens]
+    assert post(writer, "chat/completions", 400, **CHAT, top_logprobs=2)["error"]["param"] == "top_logprobs"
+
+
+def test_penalties_keep_away_what_was_written(letters):
+    """This base repeats what is no letter for ever."""
+    asked = {"prompt": "1", "max_tokens": 8, "temperature": 0}
+    assert text(letters, **asked) == "11111111"
+    assert text(letters, **asked, presence_penalty=0.01) == "11111111"
+    for name in ("presence_penalty", "frequency_penalty"):
+        assert text(letters, **asked, **{name: -2}) == "11111111"
+    two = str(letters.room.served.tokenizer("2")["input_ids"][0])
+    enough = next(bias for bias in range(100) if text(letters, **asked, logit_bias={two: bias}) == "22222222")
+    almost = {two: enough - 1}
+    assert text(letters, **asked, logit_bias=almost) == "11111111"
+    assert text(letters, **asked, logit_bias=almost, presence_penalty=2)[:2] == "12"
+    assert text(letters, **asked, logit_bias=almost, frequency_penalty=2)[:2] == "12"
+
+
+def test_a_banned_token_does_not_come(writer):
+    first = writer.room.served.tokenizer(text(writer), add_special_tokens=False)["input_ids"][0]
+    for bias in (-100, -100.0):
+        assert text(writer, logit_bias={str(first): bias}) != text(writer)
+        chat = post(writer, "chat/completions", **CHAT, logit_bias={str(first): bias})
+        assert chat["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    "stop, expected", [("gh", "def"), (["kl", "hij"], "defg"), (["xy", "gh "], "defghijklmno"), ("def", "")]
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_stop_string_is_not_in_the_text(stop, expected, stream, letters):
+    asked = {"prompt": "abc", "max_tokens": 12, "stop": stop, "stream": stream, "logprobs": 0}
+    answer = letters.post("/v1/completions", json=asked)
+    chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    parts = [chunk["choices"][0] for chunk in (chunks if stream else [answer.json()])]
+    assert "".join(part["text"] for part in parts) == expected
+    assert "".join(token for part in parts for token in part["logprobs"]["tokens"]) == expected
+    assert parts[-1]["finish_reason"] == ("length" if len(expected) == 12 else "stop")
+
+
+def test_a_stop_string_is_of_the_answer_and_may_be_a_special_token(letters):
+    assert text(letters, prompt="abc", stop=["cd"], max_tokens=4) == "defg", "the prompt is no part of it"
+    end = letters.room.served.tokenizer("</s>", add_special_tokens=False)["input_ids"]
+    bias = {str(end[0]): 100}
+    assert text(letters, prompt="abc", stop=["</s>"], logit_bias=bias) == ""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_answer_that_is_cut_within_a_character_is_the_same_streamed_and_whole(stream, letters):
+    first, second = letters.room.served.tokenizer("é", add_special_tokens=False)["input_ids"]
+    asked = {"prompt": "1", "stream": stream, "logit_bias": {str(first): 100}}
+    for length in (1, 3):
+        answer = letters.post("/v1/completions", json=asked | {"max_tokens": length})
+        chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        parts = [chunk["choices"][0]["text"] for chunk in (chunks if stream else [answer.json()])]
+        assert "".join(parts) == "\N{REPLACEMENT CHARACTER}" * length
+
+
+def test_the_context_is_a_limit_that_clients_are_told(writer):
+    (listed,) = writer.get("/v1/models").json()["data"]
+    assert listed["max_model_len"] == 512 and writer.get(f"/v1/models/{listed['id']}").json() == listed
+    for path, field, body in (
+        ("completions", "max_tokens", PROMPT | {"max_tokens": 508}),
+        ("chat/completions", "max_completion_tokens", CHAT | {"max_tokens": None, "max_completion_tokens": 509}),
+        ("responses", "max_output_tokens", {"input": "def main(", "max_output_tokens": 100_000}),
+        ("completions", "prompt", {"prompt": "a b" * 600}),
+    ):
+        error = post(writer, path, 400, **body)["error"]
+        assert error["code"] == "context_length_exceeded" and "maximum context length is 512 tokens" in error["message"]
+        assert error["param"] == field
+    answer = post(writer, "chat/completions", **CHAT | {"max_tokens": None, "logit_bias": {"1": -100}})
+    assert answer["choices"][0]["finish_reason"] == "length" and answer["usage"]["total_tokens"] == 512
+    assert post(writer, "completions", prompt="def main(")["usage"]["completion_tokens"] == 16
+
+
+UNFIT = [("temperature", value) for value in (-1, 2.1, True, float("nan"))] + [("top_p", 2), ("n", 0), ("seed", "x")]
+UNFIT += [("max_tokens", value) for value in (0, "x", 1.5)] + [("stop", value) for value in (3, [""])]
+UNFIT += [("logit_bias", value) for value in ({"x": 1}, {"1": 200}, {"9999": 1})] + [("seed", 1 << 64)]
+UNFIT += [("generation_config", value) for value in ("{", {"no_such": 1}, {"output_scores": True})]
+UNFIT += [("prompt", [[]]), ("prompt", [True]), ("model", "another"), ("stream_options", {}), ("logprobs", 50)]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("field, value", UNFIT, ids=str)
+def test_a_value_that_does_not_fit_is_refused_by_name(field, value, writer):
+    body = json.dumps(PROMPT | {field: value})
+    answer = writer.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "\n" not in error["message"] and error["type"] == "invalid_request_error"
+    assert error["param"].startswith(field) if error["param"] else "JSONDecodeError" in error["message"]
+
+
+@pytest.mark.parametrize(
+    "body", ["", "[]", "{", "3", '{"prompt": "\\ud800"}', "[" * 100_000], ids=lambda body: body[:9]
+)
+def test_a_body_that_is_no_request_is_refused(body, writer):
+    for path in ("completions", "chat/completions", "responses"):
+        answer = writer.post(f"/v1/{path}", content=body)
+        assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
+
+
+def test_settings_as_a_generation_config_hold_with_their_seed(letters):
+    """Beams that sample draw from the process; no other client's seed may move it."""
+    served, settings = letters.room.served, {"max_new_tokens": 30, "do_sample": True, "temperature": 8.0}
+    tokens = served.tokenizer("abc", return_tensors="pt").input_ids
+    for seed, more in enumerate([{"num_beams": 3}, {}]):
+        torch.manual_seed(seed)
+        new = served.base.generate(tokens, **settings, **more)[0, 3:]
+        config = json.dumps({**settings, **more, "seed": 99 if seed else seed})
+        body = {"prompt": "abc", "generation_config": config} | ({"seed": seed} if seed else {})
+        assert post(letters, "completions", **body)["choices"][0]["text"] == served.decode(new.tolist())
+
+
+def test_usage_says_what_was_drafted(writer):
+    before = writer.room.manager.metrics()
+    usage = post(writer, "completions", **PROMPT | {"max_tokens": 100, "n": 2})["usage"]
+    after = writer.room.manager.metrics()
+    assert usage["completion_tokens"] == 200 and usage["drafted_tokens"] >= usage["accepted_tokens"]
+    for name in ("drafted", "accepted"):
+        assert usage[f"{name}_tokens"] == after[name] - before[name]
+    streamed = writer.post("/v1/completions", json=PROMPT | {"stream": True, "stream_options": {"include_usage": True}})
+    *_, last, done = [line[6:] for line in streamed.text.splitlines() if line]
+    assert (
+        json.loads(last)["usage"]["completion_tokens"] == 8 and json.loads(last)["choices"] == [] and done == "[DONE]"
+    )
+    assert '"usage": {' not in writer.post("/v1/completions", json=PROMPT | {"stream": True}).text
+
+
+def test_metrics_are_prometheus_text(writer):
+    text(writer)
+    answer = writer.get("/metrics")
+    values = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if not line.startswith("#"))
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert float(values["hf_drafthead_finished_total"]) > 0 and float(values["hf_drafthead_drafted_total"]) > 0
+    assert "# TYPE hf_drafthead_finished_total counter\n" in answer.text
+    assert "# TYPE hf_drafthead_running gauge\n" in answer.text and writer.get("/health").status_code == 200

@@ -1,0 +1,190 @@
+"""Many clients at once, some of which go away; and the end of the server."""
+
+import copy
+import http.client
+import json
+import random
+import socket
+import struct
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import byte_tokenizer
+from tests.serving.running import in_process, running_server, served
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+@pytest.fixture(scope="module")
+def url(folder) -> Iterator[str]:
+    """The address of a running server of the base that writes the alphabet."""
+    served()
+    texts = folder.parent / "texts"
+    texts.mkdir(exist_ok=True)
+    (texts / "alphabet.txt").write_text(LETTERS * 3)
+    (texts / "picture.png").write_bytes(bytes(range(256)))
+    options = ["--lookup-texts", str(texts), "--lookup-answers", "--context", "120000", "--continuous-batching"]
+    with running_server(folder, folder.parent / "log", *options) as url:
+        yield url
+
+
+def ask(url: str, stream: bool = False, **body: Any) -> str:
+    """The text of an answer."""
+    request = urllib.request.Request(f"{url}/v1/completions", data=json.dumps({**body, "stream": stream}).encode())
+    with urllib.request.urlopen(request, timeout=100) as answer:
+        text = answer.read().decode()
+    chunks = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
+    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+
+
+def counts(url: str) -> dict[str, float]:
+    """What the manager counts."""
+    with urllib.request.urlopen(f"{url}/metrics") as said:
+        lines = [line.split() for line in said.read().decode().splitlines() if line[0] != "#"]
+    return {name.removeprefix("hf_drafthead_").removesuffix("_total"): float(value) for name, value in lines}
+
+
+def asked(number: int) -> dict[str, Any]:
+    """A request, streamed or whole, greedy or sampled with a seed."""
+    sampled = {"temperature": 0.5 + number % 6 / 4, "seed": number} if number % 2 else {"temperature": 0.0}
+    return {"prompt": LETTERS[number % 16 : 16], "max_tokens": 6 + number % 16, "stream": number % 3 == 0, **sampled}
+
+
+def expected(model: Any, call: dict[str, Any]) -> str:
+    """The text of the base alone."""
+    torch.manual_seed(call.get("seed", 0))
+    config, tokenizer = copy.deepcopy(model.generation_config), byte_tokenizer()
+    config.max_new_tokens, config.do_sample = call["max_tokens"], call["temperature"] > 0
+    config.temperature = call["temperature"] or None
+    tokens = tokenizer(call["prompt"], return_tensors="pt").input_ids
+    return tokenizer.decode(
+        model.base.generate(tokens, generation_config=config)[0, tokens.shape[1] :], skip_special_tokens=True
+    )
+
+
+def reset(url: str, body: dict[str, Any], dice: random.Random) -> None:
+    """Ask, and break the connection while it is answered."""
+    host, port = url.removeprefix("http://").split(":")
+    data = json.dumps(body).encode()
+    with socket.create_connection((host, int(port))) as place:
+        place.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
+        time.sleep(dice.random() / 5)
+        place.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_sixty_four_clients_at_once_get_the_answers_of_one_while_others_break_off(url, folder):
+    model, dice = AutoModelForCausalLM.from_pretrained(folder), random.Random(0)
+    calls = [asked(number) for number in range(64)]
+    right = [expected(model, call) for call in calls]
+    before = counts(url)
+    with ThreadPoolExecutor(80) as pool:
+        broken = [pool.submit(reset, url, asked(number) | {"max_tokens": 5000}, dice) for number in range(16)]
+        answers = list(pool.map(lambda call: ask(url, **call), calls))
+        for one in broken:
+            one.result()
+    assert answers == right
+    for _ in range(600):
+        now = counts(url)
+        if not now["running"] and not now["waiting"]:
+            break
+        time.sleep(0.05)
+    assert now["failed"] == before["failed"] and now["running"] == now["waiting"] == 0
+    assert now["finished"] == before["finished"] + 64
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_client_that_goes_away_frees_its_slot_and_is_no_failure(stream, url):
+    before = counts(url)
+    place = http.client.HTTPConnection(url.removeprefix("http://"))
+    place.request("POST", "/v1/completions", json.dumps({"prompt": "abc", "max_tokens": 100_000, "stream": stream}))
+    while not counts(url)["running"]:
+        time.sleep(0.01)
+    place.sock.shutdown(socket.SHUT_RDWR)
+    place.close()
+    for _ in range(600):
+        if (now := counts(url))["cancelled"] > before["cancelled"]:
+            break
+        time.sleep(0.05)
+    assert (now["cancelled"], now["failed"], now["running"]) == (before["cancelled"] + 1, before["failed"], 0)
+    assert ask(url, prompt="abc", max_tokens=4) == "defg"
+
+
+def test_a_request_that_fails_alone_says_so_whole_and_streamed(folder, monkeypatch):
+    """In a stream that has begun by its last event; others go on."""
+    with in_process(folder, slots=2, context=1000) as client:
+        room, add = client.room, client.room.manager.add_request
+
+        def broken(*args: Any, **settings: Any) -> str:
+            def fail(input_ids, scores):
+                if input_ids.shape[1] > 6:
+                    raise RuntimeError('a "processor" is broken')
+                return scores
+
+            return add(*args, **{**settings, "logits_processor": [fail]})
+
+        monkeypatch.setattr(room.manager, "add_request", broken)
+        body = {"prompt": "abc", "max_tokens": 12}
+        whole, streamed = (
+            client.post("/v1/completions", json=body),
+            client.post("/v1/completions", json=body | {"stream": True}),
+        )
+        assert whole.status_code == 500 and 'a "processor" is broken' in whole.json()["error"]["message"]
+        *_, last = [json.loads(line[6:]) for line in streamed.text.splitlines() if line]
+        assert 'a "processor" is broken' in last["error"]["message"] and '"text": "d' in streamed.text
+        response = client.post("/v1/responses", json={"input": "abc", "max_output_tokens": 12, "stream": True}).text
+        assert response.split("event: ")[-1].startswith("response.failed\n")
+        monkeypatch.undo()
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == "defghijklmno"
+
+
+def test_clients_that_find_the_queue_full_are_told_at_once_and_others_are_answered(folder):
+    with in_process(folder, slots=1, max_queue_size=1, context=1000) as client:
+
+        def answer(number: int) -> tuple[int, Any]:
+            body = {"prompt": LETTERS[:number], "stream": number % 2 == 0, "max_tokens": 300}
+            got = client.post("/v1/completions", json=body)
+            return got.status_code, got
+
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(answer, range(1, 9)))
+        full = [got for status, got in answers if status == 503]
+        assert 2 <= len(answers) - len(full) < 8 and {status for status, _ in answers} == {200, 503}
+        assert all("max_queue_size is 1: ask again later." in got.json()["error"]["message"] for got in full)
+        assert full[0].headers["Retry-After"] == "1"
+
+
+def test_the_end_of_the_server_is_said_last_and_comes_in_time(folder):
+    """Answers that are not whole within the time are ended, in the middle of a stream too."""
+    log, said = folder.parent / "stopped", {}
+
+    def listen(stream: bool) -> None:
+        body = json.dumps({"prompt": "abc", "max_tokens": 100_000, "stream": stream}).encode()
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(f"{url}/v1/completions", data=body), timeout=60
+            ) as answer:
+                said[stream] = answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            said[stream] = error.code, error.read().decode()
+
+    with running_server(folder, log, "--context", "120000", "--stop-within", "1") as url:
+        threads = [threading.Thread(target=listen, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        while counts(url)["running"] < 2:
+            time.sleep(0.05)
+    for thread in threads:
+        thread.join(30)
+    assert said[False][0] == 503 and "this answer is not complete" in said[False][1]
+    last = [line[6:] for line in said[True][1].splitlines() if line][-1]
+    assert said[True][0] == 200 and "this answer is not complete" in json.loads(last)["error"]["message"]
+    assert "Traceback" not in log.read_text()

@@ -1,0 +1,152 @@
+"""`hf-drafthead serve`: what it refuses before it starts, and what clients hear of it."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_drafthead import serving
+from hf_drafthead.cli import main
+from tests.checkpoints import byte_tokenizer
+from tests.families import FAMILIES
+from tests.hub_upload.clients import environment
+from tests.serving.conftest import post
+from tests.serving.running import in_process, running_server, served
+
+SAID = {"prompt": "abc", "max_tokens": 12}
+ANSWER = "defghijklmno"
+ASKED = {"messages": [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}], "max_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def server(folder) -> Iterator[tuple[str, str]]:
+    """Address and model of a running `hf-drafthead serve`."""
+    served()
+    with running_server(folder, folder.parent / "log") as url:
+        yield url, str(folder)
+
+
+@pytest.fixture(scope="module")
+def client(server) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+
+
+def test_completions_and_chats_whole_and_as_a_stream(server, client):
+    done = client.completions.create(model=server[1], **SAID)
+    assert (done.choices[0].text, done.choices[0].finish_reason, done.usage.completion_tokens) == (ANSWER, "length", 12)
+    pieces = [*client.completions.create(model=server[1], stream=True, **SAID)]
+    assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
+    assert client.chat.completions.create(model=server[1], **ASKED).choices[0].message.content == ANSWER
+    pieces = [*client.chat.completions.create(model=server[1], stream=True, **ASKED)]
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == ANSWER
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices[0].finish_reason] == ["length"]
+    assert [model.id for model in client.models.list()] == [server[1]]
+
+
+def test_responses_whole_and_as_a_stream(server, client):
+    done = client.responses.create(model=server[1], input="abc", max_output_tokens=12, instructions="")
+    assert done.output_text == ANSWER and done.incomplete_details.reason == "max_output_tokens"
+    with client.responses.stream(model=server[1], input="abc", max_output_tokens=12) as stream:
+        events = [*stream]
+    kinds = [event.type for event in events]
+    assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete" and len(set(kinds)) == 9
+    assert events[-1].response.output_text == ANSWER
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_heads_of_every_family_are_served_and_answer_two_at_a_time(family, folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(folder.parent / "base")
+    family.build(base).save_pretrained(tmp_path / "heads")
+    with in_process(tmp_path / "heads") as client:
+
+        def ask(start: str) -> str:
+            return post(client, "completions", prompt=start, max_tokens=8)["choices"][0]["text"]
+
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(ask, ["abc", "f"])] == ["defghijk", "ghijklmn"]
+
+
+@pytest.mark.slow
+def test_answers_are_one_text_whatever_the_generation_config_says(folder, tmp_path):
+    form = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2, "do_sample": True}
+    base = AutoModelForCausalLM.from_pretrained(folder.parent / "base")
+    base.generation_config.update(**form, top_k=1, stop_strings="n")
+    base.save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+    FAMILIES[0].build(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "heads")
+    with in_process(tmp_path / "heads") as client:
+        assert post(client, "completions", **SAID)["choices"][0]["text"] == ANSWER[:-2]
+        assert '"error"' not in client.post("/v1/completions", json=SAID | {"stream": True}).text
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["answers are copied", "no answer is copied"])
+def test_answers_of_others_are_copied_where_the_operator_says_so(answers, folder):
+    """The second answer then takes fewer steps, and has the same text; by default it takes as many."""
+    with in_process(folder, context=1000, **({"lookup_answers": True} if answers else {})) as client:
+        steps, model = [], client.room.served.model
+        model.base.model.layers[0].register_forward_hook(lambda *given: steps.append(1))
+        counts = []
+        for _ in range(3):
+            steps.clear()
+            assert post(client, "completions", prompt="abc", max_tokens=20)["choices"][0]["text"].startswith("defgh")
+            counts.append(len(steps))
+    assert counts[2] < counts[0] / 2 if answers else counts[2] == counts[1] > 10, counts
+
+
+@pytest.mark.slow
+def test_transformers_chat_talks_to_it(server, tmp_path):
+    code = "from transformers.cli.transformers import app; app()"
+    words = [sys.executable, "-c", code, "chat", server[1], server[0], "max_new_tokens=5", "do_sample=False"]
+    environ = environment("http://127.0.0.1:9", tmp_path) | {"COLUMNS": "200"}
+    said = subprocess.run(words, input="abc\n!exit\n", text=True, capture_output=True, env=environ, timeout=200)
+    assert "defgh" in said.stdout, said.stdout + said.stderr
+
+
+@pytest.mark.parametrize("missing", [["openai"], ["fastapi", "uvicorn"]])
+def test_missing_packages_are_named(folder, monkeypatch, missing):
+    monkeypatch.setattr(serving, "find_spec", lambda name: None if name in missing else object())
+    with pytest.raises(OSError) as refused:
+        serving.serve(str(folder))
+    names = [name for name in serving.NEEDED if name in missing]
+    assert str(refused.value) == (
+        f"to serve a model {', '.join(names)} must be installed: pip install 'hf-drafthead[serving]'."
+    )
+
+
+@pytest.mark.parametrize(
+    "model, options, line",
+    [
+        ("heads", ["--prot", "3"], "unrecognized arguments: --prot 3: see `hf-drafthead serve --help`."),
+        ("heads", ["--port", "x"], "argument --port: invalid int value: 'x': see `hf"),
+        ("heads", {"no_such": 2}, "unknown options ['no_such']: see `hf"),
+        ("heads", {"lookup_texts": Path("none")}, "--lookup-texts: 'none' is no folder: name a folder of text files"),
+        ("base", [], "'...base' holds a 'llama' model without draft heads: give the folder of a draft-head"),
+        ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
+        ("nowhere", [], "there is no folder '...nowhere': give the folder of a draft-head checkpoint, or its id"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_the_server_starts(folder, model, options, line):
+    places = {"heads": folder, "bare": folder.parent / "bare"}
+    if not places["bare"].exists():
+        shutil.copytree(folder, places["bare"], ignore=shutil.ignore_patterns("tokenizer*", "chat_template*"))
+    given = (options, {}) if isinstance(options, list) else ([], options)
+    with pytest.raises((OSError, ValueError)) as refused:
+        serving.serve(str(places.get(model, folder.parent / model)), given[0], **given[1])
+    assert str(refused.value).replace(str(folder.parent) + "/", "...").startswith(line)
+
+
+def test_help_names_the_options(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["serve", "--help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0 and said.startswith("usage: hf-drafthead serve")
+    assert all(option in said for option in ("--port", "--slots", "--lookup-answers", "--stop-within", "--context"))
