@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_drafthead.version import __version__ as __version__
 
 if TYPE_CHECKING:  # at run time `load_families` brings these, of which those in the last line are the table's
-    from hf_drafthead.formats import convert_checkpoint, export_checkpoint
+    from hf_drafthead.formats import convert_checkpoint, export_checkpoint, from_pretrained
     from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree, TextIndex
     from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, from_base
     from hf_drafthead.modeling.families import *  # noqa: F403
@@ -25,6 +25,7 @@ __all__ = [
     "convert_checkpoint",
     "export_checkpoint",
     "from_base",
+    "from_pretrained",
 ]
 
 

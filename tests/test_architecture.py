@@ -27,7 +27,7 @@ ALLOWED = {
     "data": set(),
     "modeling": {"generation", "bases"},
     "cards": {"trees", "modeling", "generation"},
-    "evaluation": {"data", "trees", "modeling", "cards", "generation", "bases"},
+    "evaluation": {"formats", "data", "trees", "modeling", "cards", "generation", "bases"},
     "training": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "hub_upload": {"modeling", "cards", "generation"},
     "serving": {"data", "evaluation", "modeling", "generation", "bases"},

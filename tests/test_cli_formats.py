@@ -80,7 +80,6 @@ def test_left_out_tensors_are_listed(folder, run):
         ),
         (["export", "{folder}/heads", "{folder}/new", "--to", "owl"], "--to 'owl' is no known target: expected one of"),
         (["export", "{folder}/heads", "{folder}/new"], "Missing option '--to'"),
-        (["info", "{folder}/heads"], "or convert them once with `hf-drafthead convert "),
     ],
 )
 def test_bad_input_is_refused_in_one_line(folder, run, words, text):

@@ -183,6 +183,10 @@ def info(
     from hf_drafthead.generation.tree import DraftTree
 
     loading.checked()  # before anything is read
+    if (found := what_else(model)) is not None:
+        for name, value in found.items():
+            common.output().print(Text(common.printable(f"{name:<14} {value}")), soft_wrap=True)
+        return common.write_json(json_path, found)
     summary = summarize(model)
     probed = try_on_base(loading.load(model)[0]) if try_base or loading != common.Loading() else None
     console = common.output()
@@ -192,6 +196,21 @@ def info(
         console.print(f"{'drawn':<14} each line a rank among its siblings")
         console.print(Text(DraftTree(summary["tree"]).draw()))
     common.write_json(json_path, {**summary, **({} if probed is None else {"probe": probed})})
+
+
+def what_else(model: str) -> dict[str, str] | None:
+    """What `info` says of an id that is no checkpoint of this library, without its weights; None of one that is."""
+    from hf_drafthead.formats.door import BASE, DRAFTER, recognize
+
+    try:
+        found = recognize(model)
+    except OSError:  # of which more is said where it is read
+        return None
+    if found.kind not in (BASE, DRAFTER):
+        return None
+    how = f"by {found.modules} module(s) of its own" if found.modules else "by copies of the text"
+    about = {"base": found.base or "not named"} if found.kind == DRAFTER else {"drafts": how}
+    return {"model": model, "is": f"{found.kind} ({found.by})", **about, "load": found.line}
 
 
 def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tuple[str, str]]:

@@ -111,14 +111,14 @@ def vocabulary(
 
 @common.app.command()
 def train(
-    base: Annotated[str, string("Folder of a causal language model, or its id on the Hub.")],
-    family: Annotated[str, string("Of the heads, such as medusa, hydra++ or eagle3; a wrong name lists all.")],
     output_folder: Annotated[str, typer.Option("--output", help="Folder for checkpoints and the trained heads.")],
+    base: Annotated[str | None, string("A causal language model: folder or id. Default: that of --from.")] = None,
+    family: Annotated[str | None, string("Of fresh heads: medusa, eagle3, ...; a wrong name lists all.")] = None,
     data: Annotated[str | None, string("Chats or texts: a file, a folder, or the name of a data set.")] = None,
     synthesize: Annotated[int | None, count("Without --data: chats to write first (2,000, or H/2 hours).", 20)] = None,
     hours: Annotated[float | None, amount("Train for so long, by the quick recipe.", least=0.001, metavar="H")] = None,
     recipe: Annotated[str | None, string("paper, or quick for runs shorter than a paper's warm-up.", "NAME")] = None,
-    heads: Annotated[str | None, string("Train these trained heads further.")] = None,
+    heads: Annotated[str | None, string("Train these further, also published ones.", None, "--from", "--heads")] = None,
     joint: Annotated[bool, flag("--joint", "Train the base too (Medusa-2).")] = False,
     lora_rank: Annotated[int, count("Adapters of a trained base; 0: all its weights.", 0)] = 32,
     max_length: Annotated[int | None, count("Tokens of a row, at most.", 8)] = None,
@@ -146,11 +146,18 @@ def train(
     from datasets import disable_progress_bars
 
     from hf_drafthead.evaluation.loading import floating_type
+    from hf_drafthead.formats.door import OURS, recognize, start_from
     from hf_drafthead.training.arguments import sort_options
     from hf_drafthead.training.run import train_heads
 
     template = common.read_template(chat_template)
-    fields, arguments = sort_options(family, common.parse_options(option or []))
+    said, start = common.parse_options(option or []), None
+    if heads is not None and (base is None or family is None or recognize(heads).kind != OURS):
+        start = start_from(heads, f"{output_folder}-start", base, said)
+        heads, base, family = start.folder, start.base, start.family
+    if base is None or family is None:
+        raise ValueError("--base and --family are missing: give both, or --from with trained heads.")
+    fields, arguments = sort_options(family, said)
     load: dict[str, Any] = {"dtype": floating_type(dtype)}
     if load_in_4bit:
         load["quantization_config"] = four_bits(dtype)
@@ -165,6 +172,8 @@ def train(
     trained = train_heads(base, family, data, output_folder, **how, **options)
     if not PartialState().is_main_process:
         return
+    if start is not None and not dry_run:
+        common.say(start.write_back(output_folder))
     if not dry_run:
         entries = trained.model.generation_config.to_dict().get("calibration") or []
         common.say(*outcome(trained.summary), *map(entry_in_words, entries), f"the heads are in {output_folder}")

@@ -21,11 +21,13 @@ from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write
 from hf_drafthead.formats.fields import halves, head_fields
 from hf_drafthead.formats.layout import Heads, Layout
 from hf_drafthead.formats.layouts import BASES, find
+from hf_drafthead.formats.mtp import named_base
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import commit_of, copy_tokenizer, fetch_config, full_name
 from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.files import in_one_line
+from hf_drafthead.modeling.gguf_files import split_gguf
 
 # What reading a config field as another type than it is, or a tensor of other dimensions, raises.
 OF_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
@@ -100,7 +102,7 @@ def convert_checkpoint(
         refuse_existing(folder)
     fetch = {key: value for key, value in {"revision": revision, "token": token, **hub}.items() if value is not None}
     file, layout = find(name, fetch)
-    heads = _read(file, layout, fields or {})
+    heads = _read(file, layout, fields or {}, fetch)
     config = None
     if folder is not None or base_model is not None or heads.base is not None or heads.base_inside:
         base = None if base_model is None else os.fspath(base_model)
@@ -161,14 +163,14 @@ def converted(
             f"{source!r} holds heads in the layout {layout.name!r}: load them with "
             f"{layout.family.__name__}.from_pretrained(..., convert=True)."
         )
-    heads = _read(file, layout, fields)
+    heads = _read(file, layout, fields, hub)
     base = base_model if base_model is None or isinstance(base_model, nn.Module) else os.fspath(base_model)
     config = _config_of(file, heads, base, base_revision, hub)
     tensors = {f"drafter.{key}": tensor.tensor() for key, tensor in heads.tensors.items()}
     return config, tensors, {"draft_tree": heads.tree}
 
 
-def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
+def _read(file: Source, layout: Layout, fields: Mapping[str, Any], hub: Mapping[str, Any]) -> Heads:
     """The heads, with the base that published ones of this name are known to be for."""
     known_fields = layout.family.config_class.heads_fields()
     if unknown := sorted(set(fields) - known_fields):
@@ -192,6 +194,9 @@ def _read(file: Source, layout: Layout, fields: Mapping[str, Any]) -> Heads:
         heads.notes.append(
             f"the layout names no base: {published_base} is the one that heads of this name were published for."
         )
+    if not (heads.base or heads.base_inside) and not os.path.isfile(file.name):
+        heads.base = named_base(split_gguf(file.name)[0], hub)
+        heads.notes += [f"the layout names no base: {heads.base} is the one that its card names."] if heads.base else []
     return heads
 
 

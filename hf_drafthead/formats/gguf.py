@@ -127,6 +127,11 @@ def _opened(place: str, file: str, hub: Mapping[str, Any]) -> tuple[str, dict[st
         return path, {key: value.contents() for key, value in reader.fields.items()}, list(reader.tensors)
 
 
+def gguf_says(place: str, file: str, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """What the header of a file says."""
+    return _opened(place, file, hub)[1]
+
+
 def _unpacked(tensor: Any) -> Tensor:
     """A tensor; what is packed in float32."""
     from gguf import dequantize

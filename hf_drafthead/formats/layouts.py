@@ -66,39 +66,30 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
     )
 
 
-# By repository on the Hub; what the repositories' own pages name.
-BASES = {
-    "yuhuili/EAGLE-Vicuna-7B-v1.3": "lmsys/vicuna-7b-v1.3",
-    "yuhuili/EAGLE-Vicuna-13B-v1.3": "lmsys/vicuna-13b-v1.3",
-    "yuhuili/EAGLE-Vicuna-33B-v1.3": "lmsys/vicuna-33b-v1.3",
-    "yuhuili/EAGLE-llama2-chat-7B": "meta-llama/Llama-2-7b-chat-hf",
-    "yuhuili/EAGLE-llama2-chat-13B": "meta-llama/Llama-2-13b-chat-hf",
-    "yuhuili/EAGLE-llama2-chat-70B": "meta-llama/Llama-2-70b-chat-hf",
-    "yuhuili/EAGLE-mixtral-instruct-8x7B": "mistralai/Mixtral-8x7B-Instruct-v0.1",
-    "yuhuili/EAGLE-Qwen2-7B-Instruct": "Qwen/Qwen2-7B-Instruct",
-    "abhigoyal/vllm-medusa-vicuna-7b-v1.3": "lmsys/vicuna-7b-v1.3",
-    "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
-    "jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
-    "yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-    "yuhuili/EAGLE3-Vicuna1.3-13B": "lmsys/vicuna-13b-v1.3",
-    "yuhuili/EAGLE3-LLaMA3.3-Instruct-70B": "meta-llama/Llama-3.3-70B-Instruct",
-    "lmsys/SGLang-EAGLE3-Llama-3.1-8B-Instruct-SpecForge": "meta-llama/Llama-3.1-8B-Instruct",
-    "lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex": "Qwen/Qwen3-30B-A3B-Instruct-2507",
-    "lmsys/SGLang-EAGLE3-Llama-3.3-70B-Instruct-SpecForge": "meta-llama/Llama-3.3-70B-Instruct",
-    "zhuyksir/EAGLE3-gpt-oss-20b-bf16": "openai/gpt-oss-20b",
-    "AngelSlim/Qwen3-1.7B_eagle3": "Qwen/Qwen3-1.7B",
-    "AngelSlim/Qwen3-4B_eagle3": "Qwen/Qwen3-4B",
-    "AngelSlim/Hunyuan-1.8B-Instruct_eagle3": "tencent/Hunyuan-1.8B-Instruct",
-    "philschmid/llama-3-1-8b-instruct-medusa": "meta-llama/Llama-3.1-8B-Instruct",
-    "thoughtworks/Llama-3.1-8B-Instruct-Eagle3": "meta-llama/Llama-3.1-8B-Instruct",
-    "z-lab/Qwen3-4B-DFlash-b16": "Qwen/Qwen3-4B",
-    "z-lab/Qwen3-8B-DFlash-b16": "Qwen/Qwen3-8B",
-    **{
-        f"deepseek-ai/{kind}_qwen3_{size}": f"Qwen/Qwen3-{size.upper()}"
-        for kind in ("dflash", "dspark")
-        for size in ("4b", "8b", "14b")
-    },
-    "yuhuili/EAGLE-LLaMA3-Instruct-8B": "meta-llama/Meta-Llama-3-8B-Instruct",
-    "yuhuili/EAGLE-LLaMA3-Instruct-70B": "meta-llama/Meta-Llama-3-70B-Instruct",
-    "yuhuili/EAGLE-LLaMA3.1-Instruct-8B": "meta-llama/Llama-3.1-8B-Instruct",
-}
+# What the repositories' own pages name: theirs and the base's, {} standing for each of the sizes.
+PUBLISHED = """
+yuhuili/EAGLE-Vicuna-{}B-v1.3 lmsys/vicuna-{}b-v1.3 7 13 33
+yuhuili/EAGLE-llama2-chat-{}B meta-llama/Llama-2-{}b-chat-hf 7 13 70
+yuhuili/EAGLE-mixtral-instruct-8x7B mistralai/Mixtral-8x7B-Instruct-v0.1
+yuhuili/EAGLE-Qwen2-7B-Instruct Qwen/Qwen2-7B-Instruct
+yuhuili/EAGLE-LLaMA3-Instruct-{}B meta-llama/Meta-Llama-3-{}B-Instruct 8 70
+yuhuili/EAGLE-LLaMA3.1-Instruct-8B meta-llama/Llama-3.1-8B-Instruct
+abhigoyal/vllm-medusa-vicuna-7b-v1.3 lmsys/vicuna-7b-v1.3
+philschmid/llama-3-1-8b-instruct-medusa meta-llama/Llama-3.1-8B-Instruct
+yuhuili/EAGLE3-LLaMA3.1-Instruct-8B meta-llama/Llama-3.1-8B-Instruct
+yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B deepseek-ai/DeepSeek-R1-Distill-Llama-8B
+yuhuili/EAGLE3-Vicuna1.3-13B lmsys/vicuna-13b-v1.3
+yuhuili/EAGLE3-LLaMA3.3-Instruct-70B meta-llama/Llama-3.3-70B-Instruct
+jamesliu1/sglang-EAGLE3-Llama-3.1-Instruct-8B meta-llama/Llama-3.1-8B-Instruct
+lmsys/SGLang-EAGLE3-Llama-{}B-Instruct-SpecForge meta-llama/Llama-{}B-Instruct 3.1-8 3.3-70
+lmsys/SGLang-EAGLE3-Qwen3-30B-A3B-Instruct-2507-SpecForge-Nex Qwen/Qwen3-30B-A3B-Instruct-2507
+zhuyksir/EAGLE3-gpt-oss-20b-bf16 openai/gpt-oss-20b
+AngelSlim/Qwen3-{}B_eagle3 Qwen/Qwen3-{}B 1.7 4
+AngelSlim/Hunyuan-1.8B-Instruct_eagle3 tencent/Hunyuan-1.8B-Instruct
+thoughtworks/Llama-3.1-8B-Instruct-Eagle3 meta-llama/Llama-3.1-8B-Instruct
+z-lab/Qwen3-{}B-DFlash-b16 Qwen/Qwen3-{}B 4 8
+deepseek-ai/dflash_qwen3_{}b Qwen/Qwen3-{}B 4 8 14
+deepseek-ai/dspark_qwen3_{}b Qwen/Qwen3-{}B 4 8 14
+"""
+LINES = (line.split() for line in PUBLISHED.split("\n") if line)
+BASES = {name.format(size): base.format(size) for name, base, *sizes in LINES for size in sizes or ("",)}
