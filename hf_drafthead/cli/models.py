@@ -204,7 +204,7 @@ def what_else(model: str) -> dict[str, str] | None:
 
     try:
         found = recognize(model)
-    except OSError:  # of which more is said where it is read
+    except (OSError, ValueError):  # of which more is said where it is read
         return None
     if found.kind not in (BASE, DRAFTER):
         return None

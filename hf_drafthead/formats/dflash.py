@@ -123,8 +123,12 @@ class BlockDrafter(Layout):
             raise Loss("its base multiplies embeddings, and the target takes the rows of their table", SPECULATORS)
         about = _layer_fields(config) | {"num_target_layers": text.num_hidden_layers, "dtype": _dtype(saved)}
         ids = [layer - 1 for layer in config.feature_layers]
-        common = {"block_size": config.block_size, "base_model_name_or_path": saved.base}
+        common = {"block_size": config.block_size, "base_model_name_or_path": saved.base, "is_causal": False}
+        scales = {key: value for key in SCALES if (value := getattr(config, key)) not in (None, 1.0)}
         if config.sample_from_anchor:
+            if scales or self.family is DFlash2ForCausalLM:
+                what = "its anchor's slot is read, and the target has no scales or selector then"
+                raise Loss(what, "train it without sample_from_anchor")
             about |= {"architectures": [DEEPSPEC], "target_layer_ids": ids, "mask_token_id": config.mask_token_id}
             about |= common | _markov_fields(config)
         elif config.markov_rank or config.confidence_head or -1 in ids:
@@ -133,9 +137,8 @@ class BlockDrafter(Layout):
             )
             raise Loss(what, SPECULATORS)
         else:
-            read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids} | _selector_fields(config)
-            read |= {key: value for key in SCALES if (value := getattr(config, key)) not in (None, 1.0)}
-            about |= {"architectures": [self.architecture], "dflash_config": read, "is_causal": False} | common
+            read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids} | scales | _selector_fields(config)
+            about |= {"architectures": [self.architecture], "dflash_config": read} | common
         written = {key: tensor for key, tensor in saved.tensors.items() if key != "draft_tokens"}
         tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in written.items()}
         launch = SGLANG.format("DSPARK" if config.markov_rank else "DFLASH")

@@ -19,7 +19,7 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, read_heads_config, weights_in
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, from_base
-from hf_drafthead.modeling.files import read_json, shortened
+from hf_drafthead.modeling.files import in_one_line, read_json, shortened
 from hf_drafthead.modeling.gguf_files import split_gguf
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS
 from hf_drafthead.modeling.mtp import COUNTS, MtpForCausalLM
@@ -92,7 +92,18 @@ def recognize(name: str, hub: Mapping[str, Any] | None = None) -> Found:
         raise OSError(f"{name!r} is no folder, id or file of weights: give one.")
     config_file = fetch_file(name, CONFIG, hub)
     config = read_json(config_file) if config_file else {}
-    model_type, base = str(config.get("model_type")), _base_of(name, config, hub)
+    try:
+        return _of_config(name, config, hub)
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"{name!r} has a config.json that cannot be used ({in_one_line(error)}): correct it."
+        ) from error
+
+
+def _of_config(name: str, config: Mapping[str, Any], hub: Mapping[str, Any]) -> Found:
+    model_type, base = config.get("model_type") or "", _base_of(name, config, hub)
+    if not isinstance(model_type, str):
+        raise TypeError(f"model_type is {shortened.repr(model_type)}")
     if model_type.startswith(MODEL_TYPE_PREFIX):
         return Found(name, OURS, model_type.removeprefix(MODEL_TYPE_PREFIX), config.get("base_model_name_or_path"))
     architecture = next(iter(config.get("architectures") or ()), "")
@@ -106,8 +117,9 @@ def recognize(name: str, hub: Mapping[str, Any] | None = None) -> Found:
         return Found(name, DRAFTER, f"its folder {INSIDE}", name, subfolder=INSIDE)
     if not config and not any(weights_in(name, file, hub) for group in GROUPS for file in group):
         raise OSError(f"{name!r} holds no config.json and no weights: give a folder or id that does.")
-    if not config or (config.get("num_hidden_layers") == 1 and model_type in ("llama", "mixtral", "qwen2")):
-        return Found(name, DRAFTER, "files without a config of a model" if not config else "a single layer", base)
+    one_layer = config.get("num_hidden_layers") == 1 and model_type in ("llama", "mixtral", "qwen2")
+    if one_layer or not model_type:  # nobody publishes a language model of one layer
+        return Found(name, DRAFTER, "a single layer" if one_layer else "files without a config of a model", base)
     text = config.get("text_config") or config
     modules = next((text[count] for count in COUNTS if type(text.get(count)) is int), 0)
     return Found(name, BASE, f"model_type {model_type!r}", modules=modules)

@@ -296,6 +296,8 @@ def read_pair_head(
         "share_lm_head": "lm_head.weight" not in tensors,
     }
     if layout.family is PEagleForCausalLM:
+        if config.get("embed_requires_grad"):  # trained embeddings, which are the head's own
+            reader.take("embed_tokens.weight")
         tensors[MASK_STATES] = Joined((reader.take(MASK_STATES),), (wide,), (MASK_STATES,))
         form["mask_token_id"] = said(source.name, config, *MASK)
         if form["mask_token_id"] is None:
