@@ -152,8 +152,9 @@ def test_an_interruption_has_its_own_code(folder, monkeypatch, capsys, error):
 
 def test_calls_that_the_base_decoded_are_told(run):
     code, _, err = run("--set", "num_beams=2", "--limit", 1, "--batch-size", 1)
-    assert code == 0
-    assert "3 calls were decoded by the base itself, so they verified nothing" in err
+    assert code == 1
+    assert "in 3 calls nothing was guessed, so they verified nothing" in err
+    assert "nothing was verified of: greedy with num_beams=2, sampled with num_beams=2, end of text with" in err
 
 
 @pytest.mark.parametrize(

@@ -290,10 +290,10 @@ def is_exact(run: dict[str, Any]) -> bool:
 
 
 def was_drafted(figures: dict[str, Any]) -> bool:
-    """Whether the heads took part at all, in a run, in a part of one, or in what `verify` checked."""
+    """Whether the heads took part at all, in a run, in a part of one, or in every check of `verify`."""
     if "checks" not in figures:
         return figures.get("tokens_per_step", 1.0) is not None
-    return any(check.get("undrafted_calls", 0) < check.get("calls", 1) for check in figures["checks"])
+    return all(check.get("undrafted_calls", 0) < check.get("calls", 1) for check in figures["checks"])
 
 
 def cell(value: Any) -> str:

@@ -123,9 +123,10 @@ def run_verify(
         common.complain(f"interrupted: this is what was compared until then{where}; it does not show that all is well.")
         raise typer.Exit(130)
     if undrafted := sum(result.undrafted for result in verdict.checks):
-        common.complain(
-            f"{undrafted} calls were decoded by the base itself, so they verified nothing: see the warning above."
-        )
+        common.complain(f"in {undrafted} calls nothing was guessed, so they verified nothing: see the warning above.")
     if verdict.shortest is not None:
         common.complain(verdict.shortest.in_words(tokenizer))
+    if verdict.unverified:
+        common.complain(f"nothing was verified of: {', '.join(verdict.unverified)}.")
+    if verdict.shortest is not None or verdict.unverified:
         raise typer.Exit(1)

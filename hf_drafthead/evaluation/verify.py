@@ -17,6 +17,7 @@ from hf_drafthead.evaluation.calls import as_tokens, drafted, new_rows, steps_of
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted
+from hf_drafthead.trees.choice import small_paths
 from hf_drafthead.trees.rank_paths import left_padded
 
 Tokens = list[int]
@@ -58,7 +59,8 @@ class Check:
     ends: bool = False  # whether a token inside a step shall end the text
     texts: int = 0
     calls: int = 0
-    undrafted: int = 0  # calls that the base decoded by itself
+    undrafted: int = 0  # calls in whose steps nothing was guessed
+    guessing: int = 0  # calls in which something was; others ended with their first token
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -96,6 +98,12 @@ class Verdict:
         return [difference for check in self.checks for difference in check.differences]
 
     @property
+    def unverified(self) -> list[str]:
+        """The names of checks in which nothing was guessed, unless their texts have one token alone."""
+        nothing = not any(check.guessing for check in self.checks)
+        return [check.name for check in self.checks if not check.guessing and (check.undrafted or nothing)]
+
+    @property
     def counts(self) -> dict[str, Any]:
         """Of all checks together, see `rounding.counted`."""
         return counted(sum(check.texts for check in self.checks), self.differences)
@@ -109,13 +117,14 @@ class Verdict:
         """What was seen in all and in each check, every near tie, and the shortest prompt of a fault.
 
         `identical` is whether every text was the base's, token by token; `passed`, whether rounding explains every
-        difference.
+        difference, and something was guessed in every check.
         """
         counts = self.counts
         return {
             **self.about,
             "identical": not self.differences,
-            "passed": not counts["faults"],
+            "passed": not counts["faults"] and not self.unverified,
+            "unverified": self.unverified,
             "complete": not self.stopped,
             "differences": counts,
             "checks": [check.to_json() for check in self.checks],
@@ -221,12 +230,11 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     torch.manual_seed(seed)
     expected = model.base.generate(**inputs, **settings)
     left_at = generator_of(expected.device).get_state()
-    torch.manual_seed(seed)
-    exactly = {"acceptance": "exact", **settings, "return_dict_in_generate": True}  # whatever the model's config has
-    output = model.generate(**inputs, **exactly)
+    output, guessed = with_guesses(model, inputs, {"acceptance": "exact", **settings}, seed)
     generator_same = torch.equal(generator_of(expected.device).get_state(), left_at)
     check.calls += 1
-    check.undrafted += not drafted(output)
+    check.undrafted += guessed is False
+    check.guessing += guessed is True
     check.texts += len(prompts)
     if not (generator_same and torch.equal(expected, output.sequences)):
         base, heads = (new_rows(model, inputs, rows, settings) for rows in (expected, output.sequences))
@@ -235,9 +243,28 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
             check.differences.append(Difference(**asdict(first), **where))
 
 
+def with_guesses(
+    model: Any, inputs: Mapping[str, Any], settings: Mapping[str, Any], seed: int
+) -> tuple[Any, bool | None]:
+    """A call of the heads that guesses, with a small tree where the model's own choice is to guess nothing.
+
+    Returns:
+        its output, and whether it guessed; None where it has no step to guess in.
+    """
+    named = {"draft_tree": small_paths(*model._guesses_among())} if model.drafter.copies is None else {}
+    for more in ({}, named):
+        nodes = [0]
+        call = {**more, **settings, "return_dict_in_generate": True}  # whatever the model's config has
+        torch.manual_seed(seed)
+        output = model.generate(**inputs, **call, on_step=lambda record, nodes=nodes: nodes.append(record.drafted))
+        if max(nodes) > 1:
+            break
+    return output, max(nodes) > 1 or (None if drafted(output) and not steps_of(output).numel() else False)
+
+
 def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:
     """For each row a token that was accepted inside a step and not at its end: the hardest position to stop at."""
-    output = model.generate(**inputs, **{**settings, "return_dict_in_generate": True})
+    output, _ = with_guesses(model, inputs, settings, 0)
     answers = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     chosen = set()
     for answer, accepted in zip(answers, steps_of(output)):

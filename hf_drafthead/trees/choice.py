@@ -185,11 +185,10 @@ class Choice:
 
     def _small(self) -> DraftSettings:
         """The same settings without the nodes by which a tree exceeds a small one, which replaces published ones."""
-        settings, (depth, vocabulary) = self.settings, self.limits
-        small = SMALL_TREE[: max(SMALL_STEP // self.key.batch_size, 2) - 1]
+        settings = self.settings
+        small = small_paths(*self.limits, self.key.batch_size)
         if isinstance(settings.draft_tree, str) and settings.draft_tree != "dynamic":
-            fits = [path for path in small if len(path) <= (depth or len(path)) and max(path) < vocabulary]
-            return replace(settings, draft_tree=fits)
+            return replace(settings, draft_tree=small)
         if not isinstance(settings.draft_tree, list) or len(settings.draft_tree) <= len(small):
             return settings
         first: list[list[int]] = []
@@ -219,6 +218,12 @@ class Choice:
         if its.device != key.device:
             its = its._replace(device=another if its.device == "cpu" else f"{another} ({its.device})")
         return f"These heads were calibrated on {its}, and not for this call ({key})"
+
+
+def small_paths(max_depth: int | None, vocabulary: int, rows: int = 1) -> list[list[int]]:
+    """The rank paths of a small tree, for heads of these limits and so many rows."""
+    paths = SMALL_TREE[: max(SMALL_STEP // rows, 2) - 1]
+    return [path for path in paths if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]
 
 
 class Watch(NamedTuple):

@@ -194,6 +194,8 @@ def test_a_verification_in_which_nothing_was_drafted_proves_nothing(heads):
         text = card_of(heads).text
         assert f"| greedy | 4 | 4 | 0 | 0 | {undrafted} |" in text
         assert ("the output was the base's own, token by token" in text) == claimed
+    put(heads, "evaluation_verify.json", {"identical": True, "checks": [check, {**check, "undrafted_calls": 4}]})
+    assert "the output was the base's own, token by token" not in card_of(heads).text
 
 
 def test_what_was_cut_short_or_shared_out_is_not_shown_as_whole(heads):

@@ -11,6 +11,7 @@ from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
 from hf_drafthead.generation import mixin, noise, rules
+from hf_drafthead.trees.costs import StepCosts
 from hf_drafthead.trees.rank_paths import left_padded
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer
@@ -129,6 +130,19 @@ def test_what_the_base_decoded_by_itself_is_told(model, monkeypatch):
     found = verdict_of(model)
     assert [check.undrafted for check in found.checks] == [4, 4, 4, 2, 2, 2]
     assert [check.calls for check in found.checks] == [4, 4, 4, 2, 2, 2]
+    assert found.unverified == [check.name for check in found.checks] and not found.to_json(None)["passed"]
+
+
+def test_a_check_guesses_though_steps_cost_too_much_for_a_call_to_do_so(model, monkeypatch):
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [9.0] * len(trees))
+    found = verdict_of(model)
+    assert [check.undrafted for check in found.checks] == [0] * 6 and all(check.guessing for check in found.checks)
+    assert found.to_json(None)["passed"] and found.unverified == []
+
+
+def test_texts_of_one_token_verify_nothing(model):
+    found = verdict_of(model, max_new_tokens=1)
+    assert [check.undrafted for check in found.checks] == [0] * 6 and len(found.unverified) == 6
 
 
 @pytest.mark.parametrize(
