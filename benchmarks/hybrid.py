@@ -153,7 +153,7 @@ def measure(name: str, repeats: int, tokens: int, compiled: bool) -> dict[str, A
         def run() -> Tensor:
             clock = StepClock()
             output = with_room(base.generate)(**call, **how, streamer=clock)
-            clocks.setdefault(label, []).append(clock.step(1))
+            clocks.setdefault(label, []).append(clock.figures(1)[0])
             return output
 
         return run
@@ -163,7 +163,7 @@ def measure(name: str, repeats: int, tokens: int, compiled: bool) -> dict[str, A
             clock = StepClock()
             output = model.generate(**call, **how, draft_tree=tree, on_step=clock.put, return_dict_in_generate=True)
             assert output.accepted_lengths is not None, model.why_no_drafts()
-            clocks.setdefault(label, []).append(clock.step())
+            clocks.setdefault(label, []).append(clock.figures()[0])
             steps[label] = output.accepted_lengths
             return output.sequences
 

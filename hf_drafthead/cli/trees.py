@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +11,6 @@ from rich.text import Text
 
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import amount, count, flag, string
-
-PARTS = 10  # of a batch size, after each of which progress is shown
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,7 @@ def run_calibrate(
     about = {} if search.prompts is None else about_prompts(search.prompts, Path(model))
     how = {**search.how(), "batch_sizes": sizes, "captured": captured, "resume": resume, "about": about}
     how |= {"minutes": minutes, "notify": common.complain}
-    with common.bar(1 + PARTS * len(sizes)) as begin:  # the text, and each batch size
-
-        def progress(stage: str) -> Callable[[float], None]:
-            return in_parts(begin(stage), 1 if stage == "text" else PARTS)
-
-        entries = measure(loaded, texts, progress=progress, keep=keep, **how)
+    entries = measure(loaded, texts, bar=common.bar, keep=keep, **how)
     common.say(*map(entry_in_words, entries))
     if any(entry["measured"]["speedup"] < SLOW for entry in entries) and (advice := dtype_advice(loaded.base)):
         common.complain(advice)
@@ -103,19 +95,6 @@ def run_calibrate(
             common.say(f"in {dtype} some texts were not the base's own, as rounding makes it: {counts}.")
         else:
             common.complain(f"some text was not the base's own: {counts}.")
-
-
-def in_parts(step: Callable[[], object], parts: int) -> Callable[[float], None]:
-    """What is told how much of a stage is done, and calls `step` for each further one of so many parts."""
-    done = 0
-
-    def advance(share: float) -> None:
-        nonlocal done
-        while done < int(parts * share + 1e-9):
-            done += 1
-            step()
-
-    return advance
 
 
 def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
@@ -143,8 +122,11 @@ def entry_in_words(entry: dict[str, Any]) -> str:
             f"{key}: no tree pays (the fastest is {fastest:.2f}x the base), so the base decodes by itself"
         )
     copied = f" with {copies} copied tokens" if copies else ""
+    between = ""
+    if interval := figures.get("interval"):
+        between = f" ({interval[0]:.2f} to {interval[1]:.2f} on {figures['held_out']} held-out prompts)"
     return common.printable(
-        f"{key}: a tree of {nodes} nodes{copied} is {figures['speedup']:.2f}x as fast as the base "
+        f"{key}: a tree of {nodes} nodes{copied} is {figures['speedup']:.2f}x{between} as fast as the base "
         f"({figures['tokens_per_second']:.0f} against {figures['base_tokens_per_second']:.0f} tokens/s, "
         f"{figures['tokens_per_step']:.2f} tokens per step)"
     )

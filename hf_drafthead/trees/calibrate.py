@@ -1,24 +1,26 @@
 """The right tree for these heads, on this machine, at this batch size.
 
     text       the base continues some prompts
-    grow       one pass of the heads over it counts which rank paths were right: a tree of every size, and how many
-               steps a generation takes with it (`grow`)
+    grow       one pass of the heads over two thirds of it counts which rank paths were right: a tree of every size, and
+               how many steps a generation takes with it (`grow`)
     time       short calls with every tree and of the base take turns; the better half goes on, until one tree is left
-    copy       such calls with this tree, and with copies from the text in it, tell whether copies pay
+    compare    such calls on the other third, with copies from the text and without: as many times as fast as the base
 
 Shapes: P prompt tokens, B rows, N nodes (root included).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -28,7 +30,7 @@ from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import MAX_NODES
-from hf_drafthead.trees.entries import CalibrationKey, matching
+from hf_drafthead.trees.entries import CalibrationKey, matching, merged
 from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
 from hf_drafthead.trees.rank_paths import (
     TO_THE_END,
@@ -42,16 +44,20 @@ from hf_drafthead.trees.rank_paths import (
 )
 from hf_drafthead.trees.timing import StepClock, time_interleaved
 
-LEAST_POSITIONS = 100  # on which guesses are counted
+LEAST_POSITIONS = 60  # on which guesses are counted
+HELD_OUT = 3  # of the prompts, one in so many is not counted on
 COMPILED_NODES = (4, 8, 16, 32)  # compiling a step takes longer than everything else
 TIMED_TOKENS, WARM_TOKENS = 48, 4  # short calls: the speed of a machine changes meanwhile
-FIRST_ROUNDS, ROUNDS = 2, (3, 6, 12)  # of all trees; of the better half, of its better half, and so on down to two
+FIRST_ROUNDS, ROUNDS = 2, (3, 6)  # of all trees; of the better half, of its better half, and so on
+PAIRS, FEW_PAIRS = 12, 3  # of calls of the base and of the fastest tree on held-out prompts; where time is over
 HOPELESS = 0.7  # of the fastest: larger trees are not timed where one is slower than this
 COPIES = (0, 4, 8)  # tokens of a step that are copied from the text
 PAYS = 1.02  # times as fast as the base, or as without copies
 INTERRUPTED, OUT_OF_TIME = "interrupted", "out of time"
+PARTS = 10  # of a batch size, after each of which progress is shown
 
-Progress = Callable[[str], Callable[[float], object]]  # given a stage, gives what is told how much of it is done
+# given the number of steps, begins a part of the work by its name, and returns what is called for each step
+Bar = Callable[[int], AbstractContextManager[Callable[[str], Callable[[], object]]]]
 
 
 def calibrate(
@@ -67,7 +73,7 @@ def calibrate(
     resume: bool = False,
     about: Mapping[str, Any] | None = None,
     minutes: float | None = None,
-    progress: Progress = lambda stage: lambda share: None,
+    bar: Bar | None = None,
     notify: Callable[[str], object] = lambda notice: None,
     keep: Callable[[dict[str, Any]], object] = lambda entry: None,
 ) -> list[dict[str, Any]]:
@@ -87,24 +93,64 @@ def calibrate(
         method: "paths" counts rank paths; "product" multiplies accuracies per head, as Medusa does.
         resume: keep the entries that are there for these heads, and measure only what is missing.
         about: what else `measured` shall hold, such as the hash of the prompts.
-        minutes: to spend on timing, shared out evenly among the batch sizes, beside the text and one round of calls;
-            what is the fastest by then is stored.
-        progress: is given the name of each stage before it begins, the text and each batch size, and returns what is
-            told how much of it is done, from 0 to 1.
+        minutes: to spend on timing, shared out evenly among the batch sizes, beside the text and a few calls; what is
+            the fastest by then is stored.
+        bar: shows how much is done.
         notify: is given a line about how long a batch size will take, before most of its time.
         keep: is given every new entry at once; it is in the generation config then.
 
     Returns:
-        the entries of `batch_sizes` in order, see `trees.entries`. `measured` holds tokens_per_step, on texts
-        that the tree was not grown on; in short calls in turn with the base step_cost (seconds of a step in steps of
-        the base), speedup, tokens_per_second and base_tokens_per_second, and whether all texts were identical;
-        `candidates` as (nodes, depth, tokens per step, speedup) without copies; `copies` as (tokens copied, times as
-        fast as without, times as many tokens per step); and how it was measured.
+        the entries of `batch_sizes` in order, see `trees.entries`. `measured` holds what short calls in turn with the
+        base gave on prompts that the tree was not grown on: tokens_per_step, speedup with its 95 % `interval` (None of
+        a single call), step_cost (seconds of a step in steps of the base), tokens_per_second and
+        base_tokens_per_second, and whether all texts were identical; `candidates` as (nodes, depth, tokens per step,
+        speedup) without copies, on the others; `copies` as (tokens copied, times as fast as without, times as many
+        tokens per step); and how it was measured.
 
     Raises:
         KeyboardInterrupt: after the fastest tree so far was stored, with `stopped` in its `measured`.
         ValueError: prompts that are empty, too long or too few; sizes or a temperature out of range.
     """
+    _check(model, batch_sizes, max_nodes, minutes)
+    execution = Execution.wanted(model, GenerationConfig(cache_implementation="static" if captured else None)).name
+    stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
+    keys = {size: CalibrationKey.of(model.base, model.drafter, size, execution) for size in batch_sizes}
+    entries = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}
+    missing = [size for size in batch_sizes if entries[size] is None]
+    if not missing:
+        return [entry for entry in entries.values() if entry is not None]
+    call: dict[str, Any] = {**TOKENS_ALONE, **TO_THE_END, "do_sample": bool(temperature), "min_new_tokens": None}
+    call |= {"temperature": float(temperature)} if temperature else {}
+    call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
+    with contextlib.nullcontext(_no_bar) if bar is None else bar(1 + PARTS * len(missing)) as begin:
+        prompts = [*(sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts)]
+        advance = begin("text")
+        check_prompts(model, prompts, new_tokens)
+        held_out = prompts[HELD_OUT - 1 :: HELD_OUT] or prompts
+        rest = [prompt for number, prompt in enumerate(prompts, start=1) if number % HELD_OUT] or prompts
+        counted = count_trees(model, rest, new_tokens, max_nodes, temperature, method)
+        advance()
+        how = {"temperature": temperature, "method": method, "prompts": len(prompts), "positions": counted.positions}
+        how["held_out"] = len(held_out)
+        share = math.inf if minutes is None else 60 * minutes / len(missing)
+        for size in missing:
+            calls, others = (
+                [{**batch, **call} for batch in batches_of(model, some, size)] for some in (rest, held_out)
+            )
+            tell = functools.partial(_tell_estimate, notify, size)
+            parts = _in_parts(begin(f"batch size {size}"))
+            comparison = Comparison(model, counted, calls, others, captured, share, parts, tell)
+            fastest, figures = comparison.fastest()
+            measured = {**figures, **how, **(about or {})}
+            entries[size] = entry = {**keys[size]._asdict(), **fastest, "measured": measured}
+            model.generation_config.calibration = stored = merged(stored, entry)
+            keep(entry)
+            if comparison.stopped == INTERRUPTED:
+                raise KeyboardInterrupt
+    return [entry for entry in entries.values() if entry is not None]
+
+
+def _check(model: Any, batch_sizes: Sequence[int], max_nodes: int, minutes: float | None) -> None:
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"minutes is {minutes}: expected a number above 0.")
     if model.drafter.copies is not None:
@@ -116,32 +162,23 @@ def calibrate(
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes is {list(batch_sizes)}: expected whole numbers above 0.")
     model._base_reader()  # raises where trees cannot go, before any work is done
-    execution = Execution.wanted(model, GenerationConfig(cache_implementation="static" if captured else None)).name
-    stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
-    keys = {size: CalibrationKey.of(model.base, model.drafter, size, execution) for size in batch_sizes}
-    entries = {size: matching(stored, keys[size]) if resume else None for size in batch_sizes}
-    if not all(entries.values()):
-        prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
-        advance = progress("text")
-        counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method, advance)
-        how = {"temperature": temperature, "method": method, "prompts": len(prompts), "positions": counted.positions}
-        call: dict[str, Any] = {**TOKENS_ALONE, **TO_THE_END, "do_sample": bool(temperature), "min_new_tokens": None}
-        call |= {"temperature": float(temperature)} if temperature else {}
-        call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
-        missing = [size for size in batch_sizes if entries[size] is None]
-        for size in missing:
-            calls = [{**batch, **call} for batch in batches_of(model, prompts, size)]
-            share = math.inf if minutes is None else 60 * minutes / len(missing)
-            tell = functools.partial(_tell_estimate, notify, size)
-            comparison = Comparison(model, counted, calls, captured, share, progress(f"batch size {size}"), tell)
-            fastest, figures = comparison.fastest()
-            measured = {**figures, **how, **(about or {})}
-            entries[size] = entry = {**keys[size]._asdict(), **fastest, "measured": measured}
-            model.generation_config.calibration = stored = merged(stored, entry)
-            keep(entry)
-            if comparison.stopped == INTERRUPTED:
-                raise KeyboardInterrupt
-    return [entry for entry in entries.values() if entry is not None]
+
+
+def _no_bar(part: str) -> Callable[[], None]:
+    return lambda: None
+
+
+def _in_parts(step: Callable[[], object]) -> Callable[[float], None]:
+    """What is told how much of a stage is done, and calls `step` for each further one of `PARTS`."""
+    done = 0
+
+    def advance(share: float) -> None:
+        nonlocal done
+        while done < int(PARTS * share + 1e-9):
+            done += 1
+            step()
+
+    return advance
 
 
 def _tell_estimate(notify: Callable[[str], object], size: int, calls: int, seconds: float) -> None:
@@ -156,18 +193,17 @@ def count_trees(
     max_nodes: int,
     temperature: float = 0.0,
     method: str = "paths",
-    advance: Callable[[float], object] = lambda share: None,
 ) -> TreeStatistics:
     """Let the base continue the prompts, and count what trees are worth on that text; arguments as of `calibrate`."""
     if method not in METHODS:
         raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}.")
     check_temperature(temperature)
     check_prompts(model, prompts, new_tokens)
-    ranks = ranks_by_text(model, prompts, new_tokens, temperature, advance=advance)
+    ranks = ranks_by_text(model, prompts, new_tokens, temperature)
     positions = sum(int((text[:, -1] >= 0).sum()) for text in ranks)
     if len(ranks) < 2 or positions < LEAST_POSITIONS:
         raise ValueError(
-            f"{len(prompts)} prompts are too few: their answers have {positions} positions to count guesses on, "
+            f"the answers to {len(prompts)} prompts are too few: they have {positions} positions to count guesses on, "
             f"expected {LEAST_POSITIONS} in two answers or more; give more prompts, or let the answers be longer."
         )
     counted = TreeStatistics.of(ranks, max_nodes, method, min(MOST_RANK, draft_vocabulary(model.base, model.drafter)))
@@ -176,23 +212,30 @@ def count_trees(
     return counted
 
 
-Timed = tuple[torch.Tensor, float, int]  # the texts of a call, the seconds of a step, and how many there were
+class Timed(NamedTuple):
+    """A call: its texts; seconds of a step, the median; of all steps together; and how many there were."""
+
+    text: torch.Tensor
+    step: float
+    total: float
+    steps: int
 
 
 @dataclass
 class Comparison:
     """Trees and the base in turn, on the same short calls.
 
-    counted: the trees; calls: arguments of `generate`, of a batch each, without end-of-sequence tokens, so that all are
-    of one length; seconds: after which no further round is begun; advance: is told how much is done; estimate: is told
-    of how many calls at most, and of their seconds; costs: by size, of each round, seconds of a step in steps of the
-    base; base_rates: tokens per second; rounds, made: of calls, and calls, so far; most_calls: that there can be, once
-    that is known; begun: when; stopped: why it ended early, if it did.
+    counted: the trees; calls, held_out: arguments of `generate`, of a batch each, without end-of-sequence tokens, so
+    that all are of one length; seconds: after which no further round is begun; advance: is told how much is done;
+    estimate: is told of how many calls at most, and of their seconds; costs: by size, of each round, seconds of a step
+    in steps of the base; base_rates: tokens per second; rounds, made: of calls, and calls, so far; most_calls: that
+    there can be, once that is known; begun: when; stopped: why it ended early, if it did.
     """
 
     model: Any
     counted: TreeStatistics
     calls: Sequence[dict[str, Any]]
+    held_out: Sequence[dict[str, Any]]
     captured: bool
     seconds: float = math.inf
     advance: Callable[[float], object] = lambda share: None
@@ -212,39 +255,28 @@ class Comparison:
         Raises:
             KeyboardInterrupt: before any tree was timed.
         """
-        best, gains = ALONE, dict[int, tuple[float, float]]()
-        batches, self.begun = itertools.cycle(self.calls), time.perf_counter()
+        pairs: list[dict[int, Timed]] = []
+        self.begun = time.perf_counter()
         try:
-            self._time_trees(batches)
-            best = self._best()
-            if not self.stopped:
-                gains = self._gains_of_copies(best, itertools.islice(batches, ROUNDS[-1]))
+            self._time_trees(itertools.cycle(self.calls))
+            for number, call in zip(range(PAIRS), itertools.cycle(self.held_out)):
+                if self._is_over() and number >= FEW_PAIRS:
+                    break
+                pairs.append(self._compared(call))
         except KeyboardInterrupt:
             if not self.costs:
                 raise
-            self.stopped, best = INTERRUPTED, self._best()
+            self.stopped = INTERRUPTED
         self.advance(1.0)
-        gains = gains or {0: (1.0, 1.0)}
-        faster, fewer, copies = max((*gain, copies) for copies, gain in gains.items() if gain[0] >= PAYS or not copies)
-        base_rate, speedup = statistics.median(self.base_rates), self.speedup(best) * faster
-        figures = {
-            "tokens_per_step": self.counted.tokens_per_step(best) * fewer,
-            "step_cost": statistics.median(self.costs.get(best, [1.0])) * fewer / faster,
-            "speedup": speedup,
-            "tokens_per_second": speedup * base_rate,
-            "base_tokens_per_second": base_rate,
-        }
+        tree, copies, figures = self._figures(pairs)
         timed = [(*size, self.counted.tokens_per_step(size), self.speedup(size)) for size in sorted(self.costs)]
-        return {"tree": [list(path) for path in self.counted.paths[best]], "lookup": copies}, {
-            **{name: round(value, 4) for name, value in figures.items()},
-            "identical": self.identical,
-            "candidates": [[nodes, depth, round(tau, 4), round(faster, 4)] for nodes, depth, tau, faster in timed],
-            "copies": [[copies, *(round(value, 4) for value in gain)] for copies, gain in gains.items()],
-            **({"stopped": self.stopped} if self.stopped else {}),
-        }
+        rounded = [[nodes, depth, round(tau, 4), round(faster, 4)] for nodes, depth, tau, faster in timed]
+        figures |= {"identical": self.identical, "candidates": rounded}
+        figures |= {"stopped": self.stopped} if self.stopped else {}
+        return {"tree": [list(path) for path in self.counted.paths[tree]], "lookup": copies}, figures
 
     def _time_trees(self, batches: Iterator[dict[str, Any]]) -> None:
-        """All trees, few nodes first, then the faster half of them, and so on down to two."""
+        """All trees, few nodes first, then the faster half of them, and so on."""
         sizes_by_nodes = [*self._by_nodes()]
         for sizes in sizes_by_nodes:
             if self._is_over():
@@ -283,7 +315,7 @@ class Comparison:
         for rounds in ROUNDS:
             left = max(left // 2, 2)
             calls += rounds * (1 + left)
-        self.most_calls = calls + ROUNDS[-1] * len(COPIES)
+        self.most_calls = calls + PAIRS * (1 + len(COPIES))
         left_of_calls = (self.most_calls - self.made) * (time.perf_counter() - self.begun) / self.made
         self.estimate(self.most_calls, min(left_of_calls, self.seconds))
 
@@ -307,27 +339,45 @@ class Comparison:
 
     def _round(self, sizes: Sequence[Size], call: dict[str, Any], counts: bool = True) -> None:
         timed = self._in_turn({size: functools.partial(self._timed, size, call) for size in (ALONE, *sizes)})
-        text, base_step, _ = timed[ALONE]
         if counts:
-            self.base_rates.append(len(text) / base_step)
-            for size in sizes:
-                self.costs.setdefault(size, []).append(timed[size][1] / base_step)
+            self.base_rates.append(len(timed[ALONE].text) / timed[ALONE].step)
+        for size in sizes if counts else ():
+            self.costs.setdefault(size, []).append(timed[size].step / timed[ALONE].step)
 
-    def _gains_of_copies(self, size: Size, calls: Iterable[dict[str, Any]]) -> dict[int, tuple[float, float]]:
-        """By tokens copied: how many times as fast the texts are as without, and as many tokens a step emits."""
-        counts = sorted({copies if size == ALONE else min(copies, size.nodes - 1) for copies in COPIES})
-        runs = ({count: functools.partial(self._timed, size, call, count) for count in counts} for call in calls)
-        timed, gains = [*map(self._in_turn, runs)], {}
-        for count in counts:
-            fewer = sum(steps[0][2] for steps in timed) / sum(steps[count][2] for steps in timed)
-            gains[count] = fewer / statistics.median(steps[count][1] / steps[0][1] for steps in timed), fewer
-        return gains
+    def _compared(self, call: dict[str, Any]) -> dict[int, Timed]:
+        """A call of the base, under -1, and with the best tree, by the number of tokens that steps copy."""
+        best = self._best()
+        counts = {copies if best == ALONE else min(copies, best.nodes - 1) for copies in COPIES}
+        runs = {count: functools.partial(self._timed, best, call, count) for count in sorted(counts)}
+        return self._in_turn({-1: functools.partial(self._timed, ALONE, call), **runs})
+
+    def _figures(self, pairs: Sequence[dict[int, Timed]]) -> tuple[Size, int, dict[str, Any]]:
+        """The tree and the copies that are kept, and their figures; without pairs those of the trees' rounds."""
+        best, gains, logs = self._best(), {0: (1.0, 1.0)}, [math.log(self.speedup(self._best()))]
+        copies, tau = 0, self.counted.tokens_per_step(best)
+        if pairs:
+            for count in pairs[0].keys() - {-1, 0}:
+                fewer = sum(pair[0].steps for pair in pairs) / sum(pair[count].steps for pair in pairs)
+                gains[count] = statistics.median(pair[0].total / pair[count].total for pair in pairs), fewer
+            *_, copies = max((*gain, count) for count, gain in gains.items() if gain[0] >= PAYS or not count)
+            logs = [math.log(pair[-1].total / pair[copies].total) for pair in pairs]
+            tau = sum(pair[-1].steps for pair in pairs) / sum(pair[copies].steps for pair in pairs)
+        speedup, interval = math.exp(statistics.mean(logs)), interval_of(logs, len(self.held_out))
+        if speedup < PAYS or (best == ALONE and not copies):
+            best, copies, speedup, tau, interval = ALONE, 0, 1.0, 1.0, None
+        rate = statistics.median(self.base_rates)
+        figures = {"tokens_per_step": tau, "step_cost": tau / speedup, "speedup": speedup}
+        figures |= {"tokens_per_second": speedup * rate, "base_tokens_per_second": rate}
+        rounded: dict[str, Any] = {name: round(value, 4) for name, value in figures.items()}
+        rounded["interval"] = interval and [round(end, 4) for end in interval]
+        rounded["copies"] = [[count, *(round(value, 4) for value in gains[count])] for count in sorted(gains)]
+        return best, copies, rounded
 
     def _in_turn(self, runs: Mapping[Any, Callable[[], Timed]]) -> dict[Any, Timed]:
         """Each call once, beginning with another one each time; the texts should all be the same."""
         timed, _ = time_interleaved(runs, 1, self.model.base.device, first=self.rounds, after=self._made)
         self.rounds += 1
-        texts = [text for text, *_ in timed.values()]
+        texts = [run.text for run in timed.values()]
         self.identical &= all(torch.equal(text, texts[0]) for text in texts)
         return timed
 
@@ -343,9 +393,11 @@ class Comparison:
         clock, static = StepClock(), {"cache_implementation": "static"} if self.captured else {}
         with own_seed(self.model):
             if size == ALONE and not copies:
-                return with_room(self.model.base.generate)(**call, streamer=clock), clock.step(1), clock.steps(1)
-            how = {"draft_tree": self.counted.tree(size), "prompt_lookup_num_tokens": copies or None}
-            return self.model.generate(**call, **static, **how, on_step=clock.put), clock.step(), clock.steps()
+                text = with_room(self.model.base.generate)(**call, streamer=clock)
+            else:
+                how = {"draft_tree": self.counted.tree(size), "prompt_lookup_num_tokens": copies or None}
+                text = self.model.generate(**call, **static, **how, on_step=clock.put)
+        return Timed(text, *clock.figures(prompts=int(size == ALONE and not copies)))
 
 
 def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
@@ -354,22 +406,19 @@ def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[d
     return [left_padded(model, rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
-def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries with a new one, in place of the one of its key and of those of its dtype for other heads.
+def interval_of(logs: Sequence[float], texts: int) -> list[float] | None:
+    """Of 95 %, for the mean over all texts such as these; None of a single one.
 
-    Entries of earlier versions that it stands for go as well, and damaged ones.
+    Args:
+        logs: of how many times as fast, of pairs of calls on so many texts in turn.
+
+    >>> [round(end, 2) for end in interval_of([0.1, 0.3, 0.2, 0.1, 0.3, 0.2], 3)]
+    [0.97, 1.54]
     """
-    key = CalibrationKey.of_entry(new)
-
-    def stays(entry: dict[str, Any]) -> bool:
-        try:
-            its = CalibrationKey.of_entry(entry)
-        except ValueError:
-            return False
-        if its.dtype != key.dtype:  # the same heads have another hash where their values are rounded
-            return True
-        if its.device == "cpu" and key.on_cpu:
-            its = its._replace(device=key.device, threads=key.threads)
-        return its.heads_hash == key.heads_hash and its != key
-
-    return [*filter(stays, entries), new]
+    by_text = [statistics.mean(logs[text::texts]) for text in range(min(texts, len(logs)))]
+    if len(by_text) < 2:
+        return None
+    normal, freedom = 1.96, len(by_text) - 1
+    quantile = normal + (normal**3 + normal) / (4 * freedom)  # of Student's distribution, nearly
+    mean, wide = statistics.mean(by_text), quantile * statistics.stdev(by_text) / math.sqrt(len(by_text))
+    return [math.exp(mean - wide), math.exp(mean + wide)]

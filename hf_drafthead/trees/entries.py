@@ -256,3 +256,24 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(models, "") or platform.processor() or platform.machine() or "unknown CPU"
+
+
+def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
+    """The entries with a new one, in place of the one of its key and of those of its dtype for other heads.
+
+    Entries of earlier versions that it stands for go as well, and damaged ones.
+    """
+    key = CalibrationKey.of_entry(new)
+
+    def stays(entry: dict[str, Any]) -> bool:
+        try:
+            its = CalibrationKey.of_entry(entry)
+        except ValueError:
+            return False
+        if its.dtype != key.dtype:  # the same heads have another hash where their values are rounded
+            return True
+        if its.device == "cpu" and key.on_cpu:
+            its = its._replace(device=key.device, threads=key.threads)
+        return its.heads_hash == key.heads_hash and its != key
+
+    return [*filter(stays, entries), new]

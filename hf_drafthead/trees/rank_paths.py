@@ -9,7 +9,7 @@ Shapes: P prompt tokens, B rows, T tokens, S positions, K levels, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -195,13 +195,11 @@ def ranks_by_text(
     prompts: Sequence[torch.Tensor],
     new_tokens: int,
     temperature: float = 0.0,
-    advance: Callable[[float], object] = lambda share: None,
     **settings: Any,
 ) -> list[torch.Tensor]:
     """(S, K) on the host: the ranks of the base's own answer to each prompt; none where answers are one token long.
 
-    At a temperature the guesses know the noise of the text, as those of `generate` do. `advance` is told the share of
-    the prompts that is done.
+    At a temperature the guesses know the noise of the text, as those of `generate` do.
     """
     ranks: list[torch.Tensor] = []
     for seed in range(0, len(prompts), TEXTS_AT_ONCE):
@@ -210,7 +208,6 @@ def ranks_by_text(
         if int((texts.lengths - texts.prompt_lengths).max()) > 1:
             tilt = tilt_of_seed(model, len(some), new_tokens, temperature, seed)
             ranks += rank_paths(model, *texts, tilt=tilt).cpu()
-        advance((seed + len(some)) / len(prompts))
     return ranks
 
 

@@ -56,14 +56,11 @@ class StepClock:
 
     def end(self) -> None: ...
 
-    def steps(self, prompts: int = 0) -> int:
-        """How many steps there were. A streamer is shown the prompt first."""
-        return max(len(self.times) - prompts - 1, 0)
-
-    def step(self, prompts: int = 0) -> float:
-        """Seconds of a step, the median; 0 where there was none."""
+    def figures(self, prompts: int = 0) -> tuple[float, float, int]:
+        """Seconds of a step, the median, of all steps, and their number; a streamer is shown the prompt first."""
         times = self.times[prompts:]
-        return statistics.median(after - before for before, after in itertools.pairwise(times)) if times[1:] else 0.0
+        seconds = [after - before for before, after in itertools.pairwise(times)]
+        return statistics.median(seconds or [0.0]), sum(seconds), len(seconds)
 
 
 SLOW = 1.2  # times as fast as the base, below which another dtype may be worth a try

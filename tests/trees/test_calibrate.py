@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_drafthead.trees import calibrate as calibrating
-from hf_drafthead.trees.calibrate import Comparison, calibrate, count_trees
+from hf_drafthead.trees.calibrate import Comparison, Timed, calibrate, count_trees, interval_of
 from hf_drafthead.trees.entries import cpu_name
 from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
 from tests.bases import VOCABULARY, tiny_base
@@ -16,7 +16,7 @@ from tests.trees.test_grow import planted
 PROMPTS = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
 QUICK = {"new_tokens": 24, "max_nodes": 6}
 GREEDY = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
-QUICKLY = {"FIRST_ROUNDS": 1, "ROUNDS": (1,), "TIMED_TOKENS": 6, "HOPELESS": 0.0}
+QUICKLY = {"FIRST_ROUNDS": 1, "ROUNDS": (1,), "PAIRS": 2, "FEW_PAIRS": 1, "TIMED_TOKENS": 6, "HOPELESS": 0.0}
 
 
 def family(name):
@@ -69,6 +69,7 @@ def test_an_entry_says_for_what_and_how_it_was_measured(calibrated):
     assert 1 <= measured["tokens_per_step"] < 5 and measured["step_cost"] > 0 and measured["tokens_per_second"] > 0
     assert {nodes for nodes, *_ in measured["candidates"]} <= {2, 4, 6} and len(measured["candidates"]) > 2
     assert measured["copies"][0] == [0, 1.0, 1.0] and len(measured["copies"]) in (2, 3)
+    assert measured["held_out"] == 2 and (measured["interval"] is None) == (first["measured"]["speedup"] == 1.0)
     json.dumps(first)
 
 
@@ -129,15 +130,42 @@ def compare(monkeypatch, step, counted=None, rows=1, captured=False, copies=None
         assert repeats == 1
         for name in runs:
             after(name)
-        if 0 in runs:  # with copies and without
-            return {count: (torch.zeros(rows, 20), *(copies or {}).get(count, (1.0, 12))) for count in runs}, {}
+        text = torch.zeros(rows, 20)
+        if -1 in runs:  # of the base, and with the best tree, with copies and without
+            best = comparison._best()
+            cost, fewer = (1.0, 1.0) if best == ALONE else (step(best), counted.fewer_steps(best, rows))
+            timed = {-1: Timed(text, 0.5, 12.0, 24)}
+            for count in runs.keys() - {-1}:
+                times, steps = (copies or {}).get(count, (1.0, 12))
+                timed[count] = Timed(text.clone(), 0.5, cost * times * steps / fewer, 2 * steps / fewer)
+            return timed, {}
         asked.append([*runs][first % len(runs) :] + [*runs][: first % len(runs)])
-        return {size: (torch.zeros(rows, 20), 0.5 * (1.0 if size == ALONE else step(size)), 19) for size in runs}, {}
+        costs = {size: 0.5 * (1.0 if size == ALONE else step(size)) for size in runs}
+        return {size: Timed(torch.zeros(rows, 20), cost, 19 * cost, 19) for size, cost in costs.items()}, {}
 
     monkeypatch.setattr(calibrating, "time_interleaved", clock)
     calls = [{"input_ids": torch.zeros(rows, 7), "max_new_tokens": 13}] * 3
-    comparison = Comparison(family("medusa"), counted, calls, captured)
+    comparison = Comparison(family("medusa"), counted, calls, calls[:2], captured)
     return comparison, counted, asked
+
+
+def test_what_is_printed_is_measured_on_prompts_that_the_tree_was_not_grown_on(monkeypatch):
+    model, grown, compared = family("medusa"), [], []
+    counting, comparing = calibrating.ranks_by_text, Comparison._compared
+    monkeypatch.setattr(calibrating, "ranks_by_text", lambda *given: grown.extend(given[1]) or counting(*given))
+    monkeypatch.setattr(
+        Comparison, "_compared", lambda self, call: compared.append(call["input_ids"]) or comparing(self, call)
+    )
+    calibrate(model, PROMPTS, **QUICK)
+    held_out = {tuple(prompt.tolist()) for prompt in PROMPTS[2::3]}
+    assert {tuple(prompt.tolist()) for prompt in grown}.isdisjoint(held_out) and len(grown) == 4
+    assert {tuple(row.tolist()) for ids in compared for row in ids} == held_out
+
+
+def test_the_interval_is_that_of_texts_and_there_is_none_of_one():
+    assert interval_of([0.2] * 12, 1) is None and interval_of([0.2], 3) is None
+    low, high = interval_of([0.0, 0.4] * 6, 2)
+    assert low < 1.0 < 1.5 < high and interval_of([0.0, 0.4, 0.0, 0.4], 4)[1] < high
 
 
 def test_how_much_is_done_is_told_in_small_parts_and_how_long_it_takes_before_most_of_it(monkeypatch):
@@ -180,7 +208,7 @@ def test_no_round_is_begun_after_the_minutes_that_it_may_take(monkeypatch):
     model = family("medusa")
     (entry,) = calibrate(model, PROMPTS, minutes=1e-9, **QUICK)
     measured = entry["measured"]
-    assert measured["stopped"] == "out of time" and measured["candidates"] and measured["copies"] == [[0, 1.0, 1.0]]
+    assert measured["stopped"] == "out of time" and measured["candidates"] and measured["copies"][0] == [0, 1.0, 1.0]
     for minutes in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="minutes is .*: expected a number above 0"):
             calibrate(model, PROMPTS, minutes=minutes, **QUICK)
@@ -196,9 +224,10 @@ def test_the_fastest_tree_is_kept_and_where_levels_are_dear_a_shallow_one(level,
     cost = 1.0 + best.nodes / 24 + level * (depth - 1)
     assert figures["step_cost"] == pytest.approx(cost, abs=1e-3)
     assert figures["speedup"] == pytest.approx(counted.fewer_steps(best, 1) / cost, rel=1e-3)
-    assert figures["tokens_per_step"] == pytest.approx(counted.tokens_per_step(best), abs=1e-3)
+    assert figures["tokens_per_step"] == pytest.approx(counted.fewer_steps(best, 1), abs=1e-3)
     assert figures["base_tokens_per_second"] == 2.0
-    assert figures["speedup"] == max(faster for *_, faster in figures["candidates"])
+    assert figures["speedup"] == pytest.approx(max(faster for *_, faster in figures["candidates"]), abs=1e-3)
+    assert figures["interval"] == pytest.approx([figures["speedup"]] * 2, abs=1e-3)  # every text gains as much
 
 
 def test_the_better_half_goes_on_and_larger_trees_than_pay_are_not_timed(monkeypatch):
@@ -260,7 +289,7 @@ def test_copies_are_stored_where_they_pay(copies, kept, monkeypatch):
     without = Size(len(entry["tree"]) + 1, max(map(len, entry["tree"])))
     cost, steps = copies.get(kept, (1.0, 12))
     assert entry["lookup"] == kept and [count for count, *_ in figures["copies"]] == [0, 4, 8]
-    assert figures["tokens_per_step"] == pytest.approx(counted.tokens_per_step(without) * 12 / steps, rel=1e-3)
+    assert figures["tokens_per_step"] == pytest.approx(counted.fewer_steps(without, 1) * 12 / steps, rel=1e-3)
     assert figures["step_cost"] == pytest.approx((1.0 + without.nodes / 200) * cost, rel=1e-3)
     assert figures["speedup"] == pytest.approx(comparison.speedup(without) * 12 / steps / cost, rel=1e-3)
 
@@ -278,8 +307,8 @@ def test_copies_are_tried_where_no_tree_pays_and_no_more_than_a_tree_has_nodes(m
 @pytest.mark.parametrize("given, line", [
     ({"prompts": []}, "there is no prompt to calibrate on"),
     ({"prompts": [PROMPTS[0], PROMPTS[1][:0]]}, "prompt 2 is empty: give at least one token"),
-    ({"prompts": PROMPTS[:1]}, "1 prompts are too few: their answers have 20 positions"),
-    ({"prompts": PROMPTS[:3]}, "3 prompts are too few: their answers have 60 positions"),
+    ({"prompts": PROMPTS[:1]}, "the answers to 1 prompts are too few: they have 20 positions"),
+    ({"prompts": PROMPTS[:3]}, "the answers to 2 prompts are too few: they have 40 positions"),
     ({"new_tokens": 4000}, "prompt 1 has 7 tokens, which with 4000 new ones exceed the base's"),
     ({"max_nodes": 1}, "max_nodes is 1: expected 2"), ({"max_nodes": 5000}, "max_nodes is 5000: expected 2"),
     ({"batch_sizes": ()}, "batch_sizes is []"), ({"batch_sizes": (2, 0)}, "batch_sizes is [2, 0]"),

@@ -32,12 +32,11 @@ def test_the_steps_of_a_call_are_timed_by_its_streamer_or_on_step(monkeypatch):
     ticks = iter([0.0, 5.0, 6.0, 7.0, 17.0])
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
     clock = timing.StepClock()
-    assert clock.step() == clock.step(1) == 0.0 and clock.steps() == clock.steps(1) == 0
+    assert clock.figures() == clock.figures(1) == (0.0, 0, 0)
     for _ in range(5):
         clock.put(None)
     clock.end()
-    assert clock.step() == 3.0 and clock.step(prompts=1) == 1.0
-    assert clock.steps() == 4 and clock.steps(prompts=1) == 3
+    assert clock.figures() == (3.0, 17.0, 4) and clock.figures(prompts=1) == (1.0, 12.0, 3)
 
 
 FLOAT, HALF = torch.float32, torch.bfloat16
