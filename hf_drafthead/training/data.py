@@ -42,7 +42,8 @@ class DataReport:
     With streaming it counts what has been read, in this process, and counts again in every pass over the data.
 
     Attributes:
-        rows, kept: read from the source; those with at least one label.
+        rows, kept: read from the source to train on; those with at least one label.
+        held_out: rows that are evaluated on.
         refused, refusals: rows left out; the first of these, each with its number (from 0) and the reason.
         mapped: how many rows were changed, by what was done to them; "cut" are chats that were too long and lost their
             end, "split" texts that were too long and became several examples.
@@ -59,9 +60,12 @@ class DataReport:
     examples: int = 0
     tokens: int = 0
     labels: int = 0
+    held_out: int = 0
 
     def __str__(self) -> str:
-        line = f"{self.rows:,} rows read, {self.kept:,} kept"
+        line = f"{self.rows + self.held_out:,} rows read, "
+        line += f"{self.held_out:,} of them held out, " if self.held_out else ""
+        line += f"{self.kept:,} kept"
         line += f" ({in_words(self.mapped)})" if self.mapped else ""
         line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them labels"
         if self.refused:
@@ -312,6 +316,7 @@ def read_data(
             held_out_rows *= 2
     rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=settings.packing, **limits)
     report.rows, report.refused = report.rows + used.refused, report.refused + used.refused
+    report.held_out = used.kept
     report.refusals = [*used.refusals, *report.refusals][:NAMED]
     if isinstance(rows, IterableDataset):
         seed = settings.seed if settings.data_seed is None else settings.data_seed

@@ -139,7 +139,7 @@ def train_heads(
         training = _prepare(heads_source, data, chats, settings, arguments, resume, dry_run, say, bar)
         if dry_run:
             return Trained(training.model, {"forecast": training.expected and vars(training.expected)})
-        return _run(training, resume, say)
+        return _run(training, resume, say, bar)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _prepare(
     choices = draft_vocabulary(model.base, model.drafter)
     if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
         raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
-    about["likeness"] = _likeness(model, prepared, settings) if first else None
+    about["likeness"] = _likeness(model, prepared, settings) if first and not (kind and dry_run) else None
     if first and not dry_run:
         record.check_run(output, _identity(model, tokenizer, prepared, about, settings), resume)
     trainer = _trainer(model, prepared, settings, source.joint, arguments, clock)
@@ -235,7 +235,7 @@ def _tokenizer(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> An
     return tokenizer
 
 
-def _run(training: Training, resume: bool, say: Tell) -> Trained:
+def _run(training: Training, resume: bool, say: Tell, bar: Bar | None) -> Trained:
     """Train, evaluate and save."""
     trainer, expected = training.trainer, training.expected
     checkpoint = record.whole_checkpoint(Path(trainer.args.output_dir)) if resume else None
@@ -243,7 +243,7 @@ def _run(training: Training, resume: bool, say: Tell) -> Trained:
         say(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
     trainer.resume(checkpoint)
     summary = {**training.about, **_summary(trainer, training.data)}
-    _save(trainer, training.tokenizer, training.data, summary)
+    _save(trainer, training.tokenizer, training.data, summary, say, bar)
     return Trained(training.model, summary, [*trainer.state.log_history])
 
 
@@ -479,7 +479,9 @@ def _summary(trainer: DraftHeadTrainer, data: PreparedData) -> dict[str, Any]:
     }
 
 
-def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary: dict[str, Any]) -> None:
+def _save(
+    trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary: dict[str, Any], say: Tell, bar: Bar | None
+) -> None:
     """Save heads, summary and picture, and the fastest tree if it is to be measured."""
     model, settings = trainer.accelerator.unwrap_model(trainer.model), trainer.args
     output, joint = Path(settings.output_dir), summary["joint"]
@@ -495,6 +497,7 @@ def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary
         record.plot_training(trainer.state.log_history, output / PICTURE)
     if not settings.calibrate_tree:
         return
+    say(f"the heads are saved in {output}; now trees are timed, and the fastest is stored with them (Ctrl-C ends that)")
     try:
         calibrate(
             model,
@@ -502,6 +505,8 @@ def _save(trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary
             new_tokens=settings.answer_tokens,
             temperature=settings.answer_temperature,
             minutes=60 * CALIBRATION * settings.hours if settings.hours else None,
+            bar=bar,
+            notify=say,
         )
     except KeyboardInterrupt:
         logger.warning("the calibration was interrupted: the fastest tree so far is saved with the heads, if any.")
