@@ -21,13 +21,6 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}: see `hf-drafthead serve --help`.")
 
 
-def json_object(text: str) -> dict[str, Any]:
-    """A JSON object; a ValueError for anything else."""
-    if not isinstance(value := json.loads(text), dict):
-        raise ValueError
-    return value
-
-
 def parser() -> Parser:
     """The options of `hf-drafthead serve`."""
     options = Parser("hf-drafthead serve", description="Serve a model by OpenAI's protocol.", allow_abbrev=False)
@@ -42,16 +35,10 @@ def parser() -> Parser:
     add("--slots", type=int, metavar="N", help="requests that are decoded at once")
     add("--max-queue-size", type=int, default=1024, metavar="N", help="requests that may wait (%(default)s), else 503")
     add("--context", type=int, metavar="N", help="tokens of a prompt and its answer, by default the base's positions")
-    add("--chat-template-kwargs", type=json_object, default={}, metavar="JSON", help="of all chats")
+    add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help="of all chats")
     add("--lookup-texts", type=Path, metavar="FOLDER", help="copy guesses from the text files of this folder")
     add("--lookup-answers", action=yes_or_no, default=False, help="copy guesses from answers to other clients, too")
-    add(
-        "--stop-within",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="for which running answers may go on at the end",
-    )
+    add("--stop-within", type=float, default=10.0, metavar="SECONDS", help="that running answers have at the end")
     add("--cors", action="store_true", help="let pages of any site ask")
     add("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
     add("--continuous-batching", action="store_true", help="as always: transformers' own server needs it")
@@ -64,7 +51,9 @@ def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> ar
     if unknown := settings.keys() - vars(options).keys():
         raise ValueError(f"unknown options {sorted(unknown)}: see `hf-drafthead serve --help`.")
     vars(options).update(settings)
-    options.place, _, revision = model.partition("@")
+    if not isinstance(options.chat_template_kwargs, dict):
+        raise ValueError(f"--chat-template-kwargs is {options.chat_template_kwargs!r}: expected a JSON object.")
+    options.place, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
     options.hub = {"revision": revision or "main"}
     options.trust = {"trust_remote_code": True} if options.trust_remote_code else {}
     options.model_type = check_servable(options.place, options.hub)
@@ -98,11 +87,11 @@ def check_servable(place: str, hub: dict[str, str]) -> str:
     return str(config.model_type)
 
 
-def texts_of(folder: Path | None, tokenizer: Any, answers: bool) -> TextIndex | None:
+def texts_of(place: str | Path | None, tokenizer: Any, answers: bool) -> TextIndex | None:
     """The text files of a folder, its own folders included, with room for answers; None for neither."""
-    if folder is None:
+    if place is None:
         return TextIndex.of(None, more=ANSWERS if answers else 0)
-    texts: list[str] = []
+    texts, folder = list[str](), Path(place)
     for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             try:

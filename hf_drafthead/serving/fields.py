@@ -39,7 +39,11 @@ ITEMS: dict[str, dict[str, Any]] = {"message": {**MESSAGE, **OF_ITEMS}}
 ITEMS["function_call"] = {**OF_ITEMS, "call_id": str, "name": str, "arguments": str}
 ITEMS["function_call_output"] = {**OF_ITEMS, "call_id": str, "output": str | list}
 ITEMS["reasoning"] = {**OF_ITEMS, "summary": list, "content": list}
-# Of a generation config, what makes an answer something else than one text.
+# Of a generation config, what a client may set; and what would make an answer something else than one text.
+OF_CONFIGS = set("do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff seed".split())
+OF_CONFIGS |= set("repetition_penalty no_repeat_ngram_size bad_words_ids suppress_tokens sequence_bias".split())
+OF_CONFIGS |= set("begin_suppress_tokens exponential_decay_length_penalty renormalize_logits guidance_scale".split())
+OF_CONFIGS |= set("max_new_tokens min_new_tokens num_beams length_penalty early_stopping".split())
 FIXED = {"num_return_sequences": 1, "return_dict_in_generate": False, "max_length": None, "stop_strings": None}
 FIXED |= dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), False)
 UNKNOWN = "this server does not know or support it: leave it out."
@@ -88,8 +92,8 @@ def generation_config(body: dict[str, Any], of_base: GenerationConfig) -> Genera
     config, given = copy.deepcopy(of_base), body.get("generation_config", {})
     given = json.loads(given) if isinstance(given, str) else given
     for name, value in checked(given, dict.fromkeys(given, object), "generation_config.").items():
-        if value != getattr(of_base, name, None) and name != "transformers_version":
-            if not (hasattr(of_base, name) or name == "seed") or value != FIXED.get(name, value):
+        if value not in (getattr(of_base, name, None), FIXED.get(name)) and name != "transformers_version":
+            if name not in OF_CONFIGS:
                 raise Refused(f"generation_config.{name}", UNKNOWN)
             setattr(config, name, value)
     for name, value in FIXED.items():

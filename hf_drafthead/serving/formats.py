@@ -77,14 +77,10 @@ class Completions:
 
     def wrapped(self, parts: list[Object], counts: Object | None, whole: bool) -> Object:
         """Choices with what is said of all."""
-        about: Object = {
-            "id": f"{self.prefix}-{self.asked.key}",
-            "object": self.kind if whole else self.chunk_kind,
-            "usage": counts,
-        }
-        about |= {"created": self.created, "model": self.served.name, "choices": parts}
-        about |= {"metadata": self.body["metadata"]} if "metadata" in self.body else {}
-        return valid(self.model if whole else self.chunk_model, about)
+        kind, model = (self.kind, self.model) if whole else (self.chunk_kind, self.chunk_model)
+        about: Object = {"id": f"{self.prefix}-{self.asked.key}", "object": kind, "created": self.created}
+        about |= {"model": self.served.name, "choices": parts, "usage": counts}
+        return valid(model, about | {name: self.body[name] for name in ("metadata",) if name in self.body})
 
     def usage(self) -> Object:
         """How many tokens were read and written, and how many of these were drafted and accepted."""
@@ -153,11 +149,10 @@ class Chat(Completions):
             message["reasoning_content"] = delta.reasoning
         if delta.calls:
             number = choice.calls - len(delta.calls)
-            message["tool_calls"] = [
-                {"id": f"call_{choice.id}_{at}", "type": "function", "function": call}
-                | ({} if whole else {"index": at})
-                for at, call in enumerate(delta.calls, number)
-            ]
+            calls = [{"type": "function", "function": call} for call in delta.calls]
+            ids: list[Object] = [{"id": f"call_{choice.id}_{at}"} for at in range(number, choice.calls)]
+            ids = ids if whole else [one | {"index": at} for at, one in enumerate(ids, number)]
+            message["tool_calls"] = [one | call for one, call in zip(ids, calls)]
         logprobs = None if self.asked.alternatives is None else {"content": [named(*one[:3]) for one in delta.tokens]}
         return {"message" if whole else "delta": message, "logprobs": logprobs}
 
@@ -270,8 +265,8 @@ def turns(given: str | list[Any]) -> list[Object]:
     """The input of a response as the messages of a chat: calls and thoughts belong to the message of the assistant."""
     messages: list[Object] = []
     for at, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
-        kind = item.get("type", "message")
-        item = checked(item, ITEMS.get(kind, {"type": [*ITEMS]}), f"input[{at}].")
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        item = checked(item, ITEMS.get(str(kind), {"type": [*ITEMS]}), f"input[{at}].")
         if kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
         elif kind == "message" and item["role"] != "assistant":

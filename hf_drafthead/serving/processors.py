@@ -87,20 +87,26 @@ class StopText(StoppingCriteria):
         return torch.tensor([any(stop in text for stop in self.stops) for text in texts], device=input_ids.device)
 
 
-def grammar_tokenizer(tokenizer: Any, vocabulary: int, ends: list[int]) -> Any:
-    """What reads tokens for grammars; `Refused` where its package is missing."""
-    if find_spec("llguidance") is None:
-        raise Refused("response_format", "llguidance is not installed: pip install 'hf-drafthead[structured]'.")
-    from llguidance.hf import from_tokenizer
+class Grammars:
+    """Makes matchers of JSON that fits a schema; `Refused` where the package for that is missing.
 
-    return from_tokenizer(tokenizer, n_vocab=max(vocabulary, len(tokenizer)), eos_token=ends)
+    Args:
+        tokenizer: of the `tokenizers` library.
+        vocabulary, ends: how many scores the base gives, and the tokens that end an answer.
+    """
 
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: list[int]):
+        if find_spec("llguidance") is None:
+            raise Refused("response_format", "llguidance is not installed: pip install 'hf-drafthead[structured]'.")
+        from llguidance import LLMatcher
+        from llguidance.hf import from_tokenizer
 
-def json_matcher(tokenizer: Any, schema: dict[str, Any]) -> Any:
-    """A matcher of JSON that fits a schema; `Refused` where it is none, or has what is not supported."""
-    from llguidance import LLMatcher
+        self.kind, size = LLMatcher, max(vocabulary, len(tokenizer))
+        self.tokenizer = from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
 
-    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES))
-    if problem := matcher.get_error():
-        raise Refused("response_format", f"this schema cannot be used: {' '.join(problem.split())}")
-    return matcher
+    def matcher(self, schema: dict[str, Any]) -> Any:
+        """A matcher; `Refused` for what is no schema, or has what is not supported."""
+        matcher = self.kind(self.tokenizer, self.kind.grammar_from_json_schema(json.dumps(schema), overrides=SPACES))
+        if problem := matcher.get_error():
+            raise Refused("response_format", f"this schema cannot be used: {' '.join(problem.split())}")
+        return matcher

@@ -14,7 +14,7 @@ from hf_drafthead.evaluation.calls import positions_of
 from hf_drafthead.evaluation.loading import load_arguments
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.serving.fields import Refused
-from hf_drafthead.serving.processors import grammar_tokenizer, json_matcher
+from hf_drafthead.serving.processors import Grammars
 
 TEXTS, IMAGES = ("text", "input_text", "output_text"), ("image_url", "input_image")
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template"}  # of a template's words, no client's
@@ -56,11 +56,14 @@ class Served:
         ends = self.model.generation_config.eos_token_id
         ends = self.tokenizer.eos_token_id if ends is None else ends
         self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or [])
-        self.template, self._grammars = response_template(self.tokenizer, self.base), None
+        self.template = response_template(self.tokenizer, self.base)
+        self._grammars: Grammars | None = None
 
     def prompt(self, given: Any) -> Prompt:
         """A text, or token ids, to be continued; what some tokenizers put behind a text, its end, is left out."""
         if not isinstance(given, str):
+            if not all(type(token) is int and 0 <= token < self.vocabulary for token in given):
+                raise Refused("prompt", f"expected the ids of tokens, from 0 to {self.vocabulary - 1}.")
             return Prompt(given, self.tokenizer.decode(given))
         ids, ending = self.tokenizer(given)["input_ids"], frame(self.tokenizer)[1]
         return Prompt(ids[: -len(ending)] if ending and ids[-len(ending) :] == ending else ids, given)
@@ -137,9 +140,8 @@ class Served:
 
     def matcher(self, schema: dict[str, Any]) -> Any:
         """A matcher of JSON that fits a schema."""
-        if self._grammars is None:
-            self._grammars = grammar_tokenizer(self.decoder, self.vocabulary, self.ends)
-        return json_matcher(self._grammars, schema)
+        self._grammars = self._grammars or Grammars(self.decoder, self.vocabulary, self.ends)
+        return self._grammars.matcher(schema)
 
 
 def image_processor(base: Any, *places: tuple[str, dict[str, Any]]) -> Any:

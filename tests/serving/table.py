@@ -54,7 +54,10 @@ VALUES: dict[str, tuple[Any, str]] = {
     "reasoning_effort": ("low", "where the chat template has a switch; `none` turns `enable_thinking` off"),
     "reasoning": ({"effort": "low"}, "`effort`, as reasoning_effort"),
     "chat_template_kwargs": ({"reasoning_effort": "low"}, "variables that the chat template reads"),
-    "generation_config": ({"top_k": 5}, "of transformers, an object or JSON"),
+    "generation_config": (
+        {"top_k": 5},
+        "settings of transformers for sampling, beams and lengths, as an object or JSON",
+    ),
     "metadata": ({"a": "b"}, "comes back with the answer"),
     "store": (False, "`false`"),
     "background": (False, "`false`"),

@@ -186,6 +186,8 @@ UNFIT = [("temperature", value) for value in (-1, 2.1, True, float("nan"))] + [(
 UNFIT += [("max_tokens", value) for value in (0, "x", 1.5)] + [("stop", value) for value in (3, [""])]
 UNFIT += [("logit_bias", value) for value in ({"x": 1}, {"1": 200}, {"9999": 1})] + [("seed", 1 << 64)]
 UNFIT += [("generation_config", value) for value in ("{", {"no_such": 1}, {"output_scores": True})]
+UNFIT += [("generation_config", value) for value in ({"draft_tree": "dynamic"}, {"eos_token_id": 5}, {"max_time": 1})]
+UNFIT += [("prompt", [-1]), ("prompt", [5, 99_999])]
 UNFIT += [("prompt", [[]]), ("prompt", [True]), ("model", "another"), ("stream_options", {}), ("logprobs", 50)]
 
 
