@@ -165,6 +165,18 @@ def test_an_answer_that_is_cut_within_a_character_is_the_same_streamed_and_whole
         assert "".join(parts) == "\N{REPLACEMENT CHARACTER}" * length
 
 
+@pytest.mark.parametrize("size", [1, 3, 200])
+def test_pieces_of_text_hold_whole_characters(size, letters):
+    from hf_drafthead.serving.answers import TextSoFar
+
+    served, said = letters.room.served, "aé😀 " * 40
+    ids = served.tokenizer(said, add_special_tokens=False)["input_ids"]
+    text = TextSoFar(served.decode)
+    pieces = [text.add(ids[at : at + size], at + size >= len(ids)) for at in range(0, len(ids), size)]
+    assert "".join(pieces) == said and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert len(text.window) < 64 + size and text.length == len(said)
+
+
 def test_the_context_is_a_limit_that_clients_are_told(writer):
     (listed,) = writer.get("/v1/models").json()["data"]
     assert listed["max_model_len"] == 512 and writer.get(f"/v1/models/{listed['id']}").json() == listed
