@@ -36,7 +36,7 @@ from hf_drafthead.formats.base_tensors import OUTPUT, equal, read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, Row, SavedHeads, parts_of, some
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.modeling.checkpoint import how_to_convert
+from hf_drafthead.modeling.checkpoint import IN_ANOTHER_LAYOUT
 
 # The draft trees of the original command line, chosen there by words in the model's name.
 TREES = {
@@ -277,4 +277,4 @@ class MedusaVllmConfig(PreTrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Refused."""
         path = str(kwargs.get("name_or_path") or "FOLDER")
-        raise ValueError(f"{path!r} holds no model of transformers: {how_to_convert(path, config_dict)}.")
+        raise ValueError(f"{path!r} holds no model of transformers: {IN_ANOTHER_LAYOUT}.")

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,21 +14,24 @@ from transformers.utils import logging
 
 from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.modeling.adapters import (
-    ADAPTER_FOLDER,
-    active_adapter,
-    check_merged_names,
+    adapters_of,
+    add_adapter,
+    asked_by_peft,
     find_adapter,
     is_of_a_whole_model,
     load_adapter,
     plain_state,
-    remove_earlier_adapter,
-    save_adapter,
+    save_adapters,
+    unwrapped,
+    without_adapters,
 )
-from hf_drafthead.modeling.base_model import copy_tokenizer
-from hf_drafthead.modeling.checkpoint import remove_earlier_weights, weight_names
-from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.base_model import change_of_files, copy_tokenizer, has_tokenizer, is_local, replacing
+from hf_drafthead.modeling.checkpoint import is_missing_folder, weight_names
+from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
+from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
 from hf_drafthead.modeling.remote_code import NotCopied
+from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_base
 
 logger = logging.get_logger(__name__)
 
@@ -52,6 +55,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # each head's loss is a mean over its own labels
+    _hides_drafter = True  # from PEFT, which looks for layers to adapt
     heads_output: ClassVar[Callable[..., Any] | None] = None  # the loss of a recipe: the package sets it, see there
 
     def save_pretrained(  # type: ignore[override]
@@ -60,82 +64,144 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         is_main_process: bool = True,
         state_dict: dict[str, Tensor] | None = None,
         *,
-        include_base: bool = False,
+        include_base: bool | None = None,
+        base_model: str | os.PathLike | None = None,
         include_tokenizer: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Save the heads, and with `include_base=True` the base's weights too.
+        """Save the heads, and the name of their base; a base that is not the named one any more lies beside them.
 
-        An adapter of the base is saved with the heads, or merged into the weights of an included base.
+        That is one of which parameters changed or are being trained, that was quantized here, or that has no name: its
+        own class saves it in the folder `base`. Adapters of the base lie there, each in a folder of its name.
+        Nothing that was in the folder before is removed until its replacement is whole.
 
         Args:
             save_directory: folder to write to.
             is_main_process: as in transformers.
             state_dict: save these tensors instead of the model's own.
-            include_base: a checkpoint that needs no other: for a base that was trained together with its heads.
+            include_base: whether the base lies beside the heads, whatever was found out about it.
+            base_model: the name of the base that others are to load, in the place of the one of this model.
             include_tokenizer: copy the base's tokenizer, if it is on this machine and the folder has none.
             kwargs: as in transformers (`max_shard_size`, `variant`, `push_to_hub`, ...).
 
         Raises:
-            ValueError: `include_base=True` with a quantized base, or several adapters are active.
+            ValueError: `include_base=False` without `base_model` for a base that has changed; or its class cannot save
+                it.
+            OSError: the folder cannot be written.
         """
-        quantizer = getattr(self.base, "hf_quantizer", None)
-        unpacked = getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)  # when it was loaded
-        if include_base and quantizer is not None and not unpacked:
+        change, folder = self.base_change(), Path(save_directory)
+        beside = change is not None and base_model is None if include_base is None else include_base
+        if change is not None and not beside and base_model is None:
             raise ValueError(
-                f"the base is quantized ({quantizer.quantization_config.quant_method}) and cannot be saved with its "
-                "heads: save the heads only, or load the base without quantization_config=."
+                f"include_base=False would lose the base, which {self.config.base_model_name_or_path!r} does not name "
+                f"any more ({change}): leave it out, or name the base that others are to load (base_model=)."
             )
         publish = kwargs.pop("push_to_hub", False)
         words = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license")
         push_arguments = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
-        adapted, adapter = getattr(self, "_hf_peft_config_loaded", False), active_adapter(self.base)
-        if (adapted or adapter) and include_base:
-            state_dict = plain_state(self, merge=True)
-            check_merged_names(state_dict, self._blank(copy.deepcopy(self.config), build_base=True))
-        elif adapted:  # adapters of the whole model, heads and all, lie beside the heads
-            state_dict = plain_state(self, merge=False)
-            if is_main_process:
-                save_adapter(self, Path(save_directory))
-        elif adapter and is_main_process:
-            save_adapter(self.base, Path(save_directory) / ADAPTER_FOLDER)
-        tensors = self.state_dict() if state_dict is None else state_dict
-        if not include_base:
-            tensors = {name: tensor for name, tensor in tensors.items() if name.startswith("drafter.")}
-            kwargs["save_original_format"] = False  # renamings of the base's architecture are not for the heads
-        nothing = not tensors and not self.drafter.state_dict()  # a draft model that is named has weights elsewhere
-        live, self.config = self.config, self._stored_config(include_base, bool(adapter))
-        self._hf_peft_config_loaded = False
-        try:
-            super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=tensors, **kwargs)
-        finally:
-            self.config, self._hf_peft_config_loaded = live, adapted
-        if is_main_process:
-            if nothing:  # transformers writes no file then, and heads without one are taken for damaged
-                save_file({}, Path(save_directory) / weight_names(kwargs.get("variant"))[0], {"format": "pt"})
-            remove_earlier_weights(Path(save_directory), kwargs.get("variant"))
-            remove_earlier_adapter(Path(save_directory), whole=not adapted, of_base=include_base or not adapter)
-            if include_tokenizer:
-                self._save_tokenizer(Path(save_directory))
+        heads = self.state_dict() if state_dict is None else state_dict
+        heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
+        stored, live = self._stored_config(folder, beside, base_model), self.config
+        nothing = not heads  # what is copied alone, or named, has weights elsewhere
+        with replacing(folder, is_main_process) as new:
+            if beside or stored.base_adapters:
+                self._save_base(new / BASE_FOLDER, stored, beside, is_main_process, state_dict, kwargs)
+            self.config = stored
+            try:  # renamings of the base's architecture are not for the heads
+                how = {**kwargs, "state_dict": heads, "save_original_format": False}
+                super().save_pretrained(new, is_main_process=is_main_process, **how)
+            finally:
+                self.config = live
+            if is_main_process and nothing:  # transformers writes no file then, and heads without one are damaged
+                save_file({}, new / weight_names(kwargs.get("variant"))[0], {"format": "pt"})
+            if is_main_process and include_tokenizer:
+                for place in [new / BASE_FOLDER] * beside + [new] * (not has_tokenizer(folder)):
+                    self._save_tokenizer(place)
         if publish and is_main_process:
             repo_id = push_arguments.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
             self.push_to_hub(repo_id, include_base=include_base, **shard, **push_arguments)
 
-    def _stored_config(self, include_base: bool, with_adapter: bool) -> DraftHeadConfig:
-        """The config of a checkpoint with or without the base, and with or without an adapter of the base."""
+    def base_change(self) -> str | None:
+        """Why the base is not the one that its name in the config names, found out by looking at it; None if it is.
+
+        Adapters do not count: they are saved whenever there are some.
+        """
+        base, config = unwrapped(self.base), self.config
+        name, adapters = config.base_model_name_or_path, adapters_of(base)
+        if config.base_included:
+            return "it came with the heads"
+        if not name:
+            return "it has no name"
+        if is_missing_folder(name) or self._as_loaded is None:
+            return f"there is no {name!r}"
+        if reason := base.__dict__.get("_altered"):
+            return str(reason)
+        for parameter, tensor in base.named_parameters():
+            if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
+                return f"{parameter} is being trained"
+        quantizer = getattr(base, "hf_quantizer", None)
+        unpacked = getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
+        if quantizer is not None and not (quantizer.pre_quantized or unpacked):
+            return "it was quantized when it was loaded"
+        change = self._as_loaded.change(base)
+        return change_of_files(base, config) if change is None and self._was_live else change
+
+    def _stored_config(self, folder: Path, beside: bool, base_model: str | os.PathLike | None) -> DraftHeadConfig:
+        """The config of a checkpoint in a folder, with the base beside the heads or not."""
         stored = copy.deepcopy(self.config)
-        stored.base_included = include_base
-        if include_base:
-            stored.base_gguf_file = None
-        if include_base or not with_adapter:
-            stored.adapter_name_or_path = stored.adapter_revision = None
-        elif not stored.adapter_name_or_path:
-            stored.adapter_name_or_path = ADAPTER_FOLDER
+        name = stored.base_model_name_or_path if base_model is None else os.fspath(base_model)
+        stored.base_adapters = adapters_of(unwrapped(self.base)) or None
+        if beside or base_model is not None:
+            stored.base_model_revision = stored.base_gguf_file = stored.base_subfolder = None
+        if beside:
+            hub_id = name if name and name != BASE_FOLDER and not is_local(name, folder) else None
+            name, stored.base_origin = BASE_FOLDER, hub_id or stored.base_origin
+        elif base_model is not None:
+            stored.base_origin = None
+        stored.base_model_name_or_path, stored.base_included = name if beside else portable(name, folder), beside
+        if hasattr(stored, "draft_model_name_or_path"):
+            stored.draft_model_name_or_path = portable(stored.draft_model_name_or_path, folder)
         return stored
 
+    def _save_base(
+        self,
+        folder: Path,
+        stored: DraftHeadConfig,
+        weights: bool,
+        is_main_process: bool,
+        state_dict: dict[str, Tensor] | None,
+        how: dict[str, Any],
+    ) -> None:
+        """Write the base into a folder by its own class, and its adapters by PEFT; only these without `weights`."""
+        base, adapters = self._adapted_base(), stored.base_adapters
+        state = {name.removeprefix("base."): state_dict[name] for name in state_dict or () if name.startswith("base.")}
+        if weights:
+            away: dict[str, Any] = {"_hf_peft_config_loaded": False}  # adapters are not for the base's own class
+            quantizer = getattr(base, "hf_quantizer", None)
+            if getattr(getattr(quantizer, "quantization_config", None), "dequantize", False):
+                away["hf_quantizer"] = None  # an unpacked GGUF file is ordinary weights
+            held = {name: base.__dict__[name] for name in away if name in base.__dict__}
+            base.__dict__.update(away)
+            shards = {name: how[name] for name in ("max_shard_size",) if name in how}
+            try:
+                state = plain_state(base) if adapters else state
+                base.save_pretrained(folder, is_main_process=is_main_process, state_dict=state or None, **shards)
+            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"the base cannot be saved beside its heads ({in_one_line(error)}): save it yourself, and name it "
+                    "(include_base=False, base_model=)."
+                ) from error
+            finally:
+                for name in away:
+                    base.__dict__.pop(name, None)
+                base.__dict__.update(held)
+        if adapters and is_main_process:
+            of = None if weights else stored.base_model_name_or_path
+            save_adapters(base, folder, of, stored.base_model_revision)
+
     def _save_tokenizer(self, folder: Path) -> None:
-        """Copy the base's tokenizer, if it is on this machine and the folder has none."""
+        """Copy the base's tokenizer, if it is on this machine."""
         name, config = str(getattr(self.base, "name_or_path", "") or ""), self.config
         of_record = name == config.base_model_name_or_path
         hub = {"revision": (of_record and config.base_model_revision) or "main", "local_files_only": True}
@@ -144,23 +210,39 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         except (OSError, ValueError) as error:
             logger.warning_once(f"the tokenizer of the base is not saved with its heads: {error}")
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As in torch; a Trainer that goes on from a checkpoint gets its base back as well, where it was saved."""
+        result = super().load_state_dict(state_dict, strict, assign)
+        whole = any(name.startswith("base.") for name in state_dict)
+        if not whole and (folder := checkpoint_being_resumed()) is not None:
+            restore_base(self, folder)
+        return result
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As in torch; PEFT, which looks for layers to adapt by the ends of their names, is shown none of the heads."""
+        hidden = "drafter" if self._hides_drafter and asked_by_peft() else None
+        for name, module in super().named_modules(*args, **kwargs):
+            if hidden is None or name.partition(".")[0] != hidden:
+                yield name, module
+
     def load_adapter(  # type: ignore[override]
         self, peft_model_id: str | os.PathLike, adapter_name: str = "default", **kwargs: Any
     ) -> None:
-        """Load an adapter of PEFT; one that was made for the base goes to the base.
+        """Load an adapter of PEFT onto the base.
 
         Args:
             peft_model_id: folder or Hub id of the adapter.
-            adapter_name: under which the model has it.
-            kwargs: of the download, and `adapter_kwargs` with such ones, as in transformers.
+            adapter_name: under which the base has it.
+            kwargs: of the download, `adapter_kwargs` with such ones, and `is_trainable`, as in transformers.
 
         Raises:
             OSError: there is no adapter.
             TypeError: other arguments of transformers' `load_adapter`.
-            ValueError: the adapter is not one for this model.
+            ValueError: the adapter is not one for this model, or the base has one of this name.
         """
+        trainable = bool(kwargs.pop("is_trainable", False))
         hub = dict(kwargs.pop("adapter_kwargs", None) or {}) | {
-            key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)
+            key: kwargs.pop(key) for key in (HUB_ARGUMENTS | {"revision", "subfolder"}) & set(kwargs)
         }
         if kwargs:
             raise TypeError(
@@ -169,7 +251,34 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         folder = find_adapter(os.fspath(peft_model_id), hub)
         if folder is None:
             raise OSError(f"there is no adapter at {os.fspath(peft_model_id)!r}: expected a folder or Hub id of one.")
-        load_adapter(self if is_of_a_whole_model(folder) else self.base, folder, adapter_name)
+        base = self._adapted_base()
+        if adapter_name in adapters_of(base):
+            raise ValueError(f"the base has an adapter {adapter_name!r} already: give the new one another name.")
+        if not is_of_a_whole_model(folder):
+            load_adapter(base, folder, adapter_name, trainable)
+            return
+        self._hides_drafter = False
+        try:  # what it does to the heads becomes a part of them
+            load_adapter(self, folder, adapter_name)
+        finally:
+            del self._hides_drafter
+        without_adapters(self.drafter)
+        self._adapted_base()
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str = "default") -> None:
+        """Put a new adapter of a PEFT config on the base."""
+        add_adapter(self._adapted_base(), adapter_config, adapter_name)
+
+    def _adapted_base(self) -> Any:
+        """The base, which knows of the adapters in its layers, also of those that came by way of this model."""
+        base = unwrapped(self.base)
+        if not adapters_of(base):
+            base.__dict__.pop("peft_config", None)
+            base._hf_peft_config_loaded = False
+        elif not hasattr(base, "peft_config"):
+            base.peft_config, base._hf_peft_config_loaded = self.peft_config, True
+        self._hf_peft_config_loaded = False
+        return base
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -326,6 +435,26 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 init.copy_(getattr(module, name), getattr(computed, name))
         elif any(True for _ in module.buffers(recurse=False)):
             super()._init_weights(module)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """An ordinary tensor with the values of one that a quantizer has put into a form of its own."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter) or not hasattr(tensor, "dequantize")
+    return tensor if ordinary else tensor.dequantize()
+
+
+def _on_base(name: str) -> Any:
+    def method(model: DraftHeadPreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return getattr(model._adapted_base(), name)(*args, **kwargs)
+
+    method.__doc__ = f"As in transformers: `{name}` of the base, in whose layers the adapters are."
+    return method
+
+
+for _name in ("set_adapter", "enable_adapters", "disable_adapters", "active_adapters", "delete_adapter"):
+    setattr(DraftHeadPreTrainedModel, _name, _on_base(_name))
+for _name in ("get_adapter_state_dict", "enable_peft_hotswap"):
+    setattr(DraftHeadPreTrainedModel, _name, _on_base(_name))
 
 
 def _hub_upload() -> Any:

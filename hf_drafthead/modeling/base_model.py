@@ -1,15 +1,19 @@
-"""The base of a set of heads: where it lies, whether it is the right one, and loading it."""
+"""The base of a set of heads: where it lies, whether it is the right one and still what it was, and loading it."""
 
 import difflib
 import os
-from collections.abc import Collection, Mapping
+import re
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,18 +26,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, extract_commit_hash, logging
 
-from hf_drafthead.modeling.adapters import adapter_base, find_adapter, load_adapter, unwrapped
+from hf_drafthead.modeling.adapters import ADAPTER_WEIGHTS, find_adapter, is_of_a_whole_model, load_adapter, plain_state
 from hf_drafthead.modeling.checkpoint import (
     HTTP_ERROR,
     NOT_ASKED,
     WEIGHTS,
+    checkpoint_files,
     fetch_file,
     is_missing_folder,
     was_looked_up,
     why_refused,
 )
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
-from hf_drafthead.modeling.files import first_line
+from hf_drafthead.modeling.files import first_line, read_json
 from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 
 logger = logging.get_logger(__name__)
@@ -42,12 +47,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json")
 GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or object."
 # For decoder-only models; transformers lists some of those that hear beside models with an encoder and a decoder.
 SEE_OR_HEAR = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
-BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config")
+BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config", "trust_remote_code", "code_revision")
+HARMLESS = {"attn_implementation", "experts_implementation", "gguf_file", "dtype", "subfolder"}
+SAMPLES = 16  # values of a tensor by which it is known again
 
 
 def load_named(
     name: str,
-    hub: dict[str, Any],
+    hub: Mapping[str, Any],
     arguments: Mapping[str, Any],
     *,
     fields: Collection[str] = (),
@@ -58,7 +65,7 @@ def load_named(
 
     Args:
         name: Hub id or path, of a base or of an adapter for one; it may end with the name of a GGUF file.
-        hub: keyword arguments of every download, `revision` among them.
+        hub: keyword arguments of every download, `revision` and `subfolder` among them.
         arguments: all others of `AutoModelForCausalLM.from_pretrained`.
         fields: of the config of fresh heads.
         checkpoint, config: of trained heads.
@@ -69,27 +76,31 @@ def load_named(
         ValueError: it is no decoder-only language model, or another than the heads were made for.
     """
     name, file = split_gguf(name)
-    arguments = {**arguments, "gguf_file": file} if file else arguments
     called, wanted = f"the base {name!r}", "give the id or path of a causal language model."
     if checkpoint is not None:
         called, wanted = f"{called} of {checkpoint!r}", GIVE_BASE
     if is_missing_folder(name):
         raise OSError(f"{called} was not found (there is no such folder): {wanted}")
-    arguments = gguf_arguments(name, arguments, hub)
-    place, revision = name, hub["revision"]
+    hub = {key: value for key, value in hub.items() if value is not None}
+    arguments = gguf_arguments(name, {**arguments, "gguf_file": file} if file else arguments, hub)
+    file, place, adapter = arguments.get("gguf_file"), name, None
     try:
-        place, hub, adapter = _behind_adapter(name, hub)
-        base_config, arguments = _config_at(place, hub, arguments)
+        # What the Hub has against it is told where the config is fetched.
+        quiet = {f"_raise_exceptions_for_{reason}": False for reason in ("connection_errors", "gated_repo")}
+        adapter = find_adapter(name, {**hub, **quiet})
+        if adapter is not None and fetch_file(name, CONFIG_NAME, hub) is None:
+            place, hub = _base_of_adapter(adapter, hub)
+        else:
+            adapter = None  # a folder that holds both: transformers loads the two
+        base_config, arguments, altered = _config_at(place, hub, arguments)
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
         if refused := why_refused(error):
             other = "" if checkpoint is None else "; base_model= takes another place of it"
-            raise OSError(f"{called} cannot be fetched at {revision!r}: {refused}{other}.") from error
+            raise OSError(f"{called} cannot be fetched at {hub.get('revision')!r}: {refused}{other}.") from error
         what = "cannot be read" if os.path.isdir(name) else "was not found"
-        others = "" if file else beside(name)
-        raise OSError(f"{called} {what} ({first_line(error)}{others}): {wanted}") from error
+        raise OSError(f"{called} {what} ({first_line(error)}{'' if file else beside(name)}): {wanted}") from error
     refuse_unfit(base_config, place, loaded=False)
     refuse_misspelt(arguments, fields)
-    file = arguments.get("gguf_file")
     commit = commit_of(place, hub, file or CONFIG_NAME)
     if config is not None:
         check_base(config, base_config, place)
@@ -98,7 +109,7 @@ def load_named(
                 f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
                 f"the base is {place!r} at {commit}: fewer guesses may be accepted."
             )
-    hub["revision"] = commit or hub["revision"]
+    hub = {**hub, "revision": commit or hub.get("revision")}
     try:
         with reading_gguf(file):
             base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
@@ -106,70 +117,37 @@ def load_named(
         refused = why_refused(error)
         if refused is None and was_looked_up(place, file or WEIGHTS, hub):
             raise
-        raise OSError(f"{called} cannot be fetched at {revision!r}: {refused or NOT_ASKED}.") from error
+        raise OSError(f"{called} cannot be fetched at {hub['revision']!r}: {refused or NOT_ASKED}.") from error
     if file is not None:
         base.name_or_path = base.config.name_or_path = place  # transformers takes the title that is in the file
-    origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
     if adapter is not None:
         load_adapter(base, adapter)
-        commit = extract_commit_hash(os.path.join(adapter, ADAPTER_CONFIG_NAME), None)
-        if not os.path.isdir(name):
-            origin |= {"adapter_name_or_path": name, "adapter_revision": commit}
-    return base, origin
+    base.__dict__["_altered"] = altered
+    origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
+    return base, {**origin, "base_subfolder": hub.get("subfolder") or None}
 
 
-def _behind_adapter(name: str, hub: dict[str, Any]) -> tuple[str, dict[str, Any], str | None]:
-    """Where a base lies, how it is fetched, and the folder of the adapter if its name is one of an adapter."""
-    # What the Hub has against it is told where the config is fetched.
-    quiet = {f"_raise_exceptions_for_{reason}": False for reason in ("connection_errors", "gated_repo")}
-    adapter = find_adapter(name, {**hub, **quiet})
-    if adapter is None or fetch_file(name, CONFIG_NAME, hub) is not None:  # transformers loads both from such a folder
-        return name, hub, None
-    place, revision = adapter_base(adapter)
-    return place, {**hub, "revision": revision or "main"}, adapter
+def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Where the base of an adapter lies, and how it is fetched; a ValueError if the adapter does not say it."""
+    config = read_json(Path(folder) / ADAPTER_CONFIG_NAME)
+    if not (name := config.get("base_model_name_or_path")):
+        raise ValueError(f"the adapter in {folder!r} does not say which base it is for: load the two yourself")
+    return str(name), {**hub, "revision": config.get("revision") or "main", "subfolder": None}
 
 
-def load_base(
-    checkpoint: str,
-    config: DraftHeadConfig,
-    chosen: str | os.PathLike | nn.Module | None,
-    revision: str | None,
-    fetch: Mapping[str, Any],
-    arguments: Mapping[str, Any],
-) -> Any:
-    """The base that the heads of a checkpoint run on, checked against what they were trained for.
-
-    Args:
-        checkpoint: folder or Hub id of the heads.
-        config: theirs; where the base lies here is written down in it.
-        chosen: the user's choice of a base; None for the one that the config names.
-        revision, fetch, arguments: for loading it by its name.
-
-    Raises:
-        OSError, TypeError, ValueError: as `load_named`; and arguments for loading a base that is loaded already.
-    """
-    base: Any = chosen
-    if isinstance(chosen, nn.Module):
-        base = unwrapped(base)
-        refuse_loading_arguments(base, arguments)
-        name = getattr(base.config, "_name_or_path", "")
-        refuse_unfit(base.config, type(base).__name__, loaded=True)
-        check_base(config, base.config, name or type(base).__name__)
-    else:
-        if chosen is None:
-            revision = revision or config.base_model_revision
-            arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
-        wanted = locate_base(config, checkpoint) if chosen is None else os.fspath(chosen)
-        hub = {**fetch, "revision": revision or "main"}
-        base, origin = load_named(wanted, hub, arguments, checkpoint=checkpoint, config=config)
-        name = origin["base_model_name_or_path"]
-        if chosen is not None and is_local(config.base_model_name_or_path or name, checkpoint):
-            config.base_gguf_file = origin["base_gguf_file"]  # the path is recorded below
-    # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
-    recorded = config.base_model_name_or_path
-    if name and (chosen is None or not recorded or is_local(recorded, checkpoint)):
-        config.base_model_name_or_path = full_name(name)
-    return base
+def _config_at(
+    name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> tuple[PreTrainedConfig, dict[str, Any], str | None]:
+    """The base's config, read before its weights are; arguments to load these with, the config among them; and a field
+    of it that was given, by which the base is another than the named one."""
+    # As AutoModel does: these are not for the config, everything else that it knows goes into it.
+    loading = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
+    fields = {key: value for key, value in arguments.items() if key not in loading}
+    code = {key: loading[key] for key in ("trust_remote_code", "code_revision") if key in loading}
+    with reading_gguf(arguments.get("gguf_file")):
+        config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
+    altered = sorted(set(fields) - set(left) - HARMLESS)
+    return config, {**loading, **left, "config": config}, f"{altered[0]} was given" if altered else None
 
 
 def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
@@ -185,7 +163,7 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
     if inside.is_dir():
         return str(inside.resolve())
     if os.path.isabs(name) or name.startswith("."):
-        if Path(name).is_dir() and os.path.isabs(name):
+        if os.path.isabs(name) and Path(name).is_dir():
             return name
         raise OSError(f"the base of {checkpoint!r} was not found at {str(inside)!r}: {GIVE_BASE}")
     return name
@@ -261,12 +239,11 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
     """
     if str(config.model_type).startswith(MODEL_TYPE_PREFIX):
         base_name = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
-        if base_name and os.path.isdir(beside := os.path.join(name, base_name)):  # written relative to the heads
-            base_name = os.path.normpath(beside)
+        if base_name and os.path.isdir(inside := os.path.join(name, base_name)):  # written relative to the heads
+            base_name = os.path.normpath(inside)
         raise ValueError(f"{name!r} has draft heads already: give their base{f' ({base_name})' if base_name else ''}.")
     remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
-    loadable = not config.is_encoder_decoder if loaded else remote or auto_class(config) is not None
-    if not loadable:
+    if config.is_encoder_decoder if loaded else not (remote or auto_class(config)):
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no language"
         raise ValueError(
             f"{name!r} is {kind} model ({config.model_type}): draft heads need a decoder-only language model, as "
@@ -292,19 +269,37 @@ def refuse_misspelt(arguments: Mapping[str, Any], fields: Collection[str]) -> No
 
 def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
     """Refuse what only matters while a base is loaded, and would be ignored with a loaded one, by a TypeError."""
-    harmless: dict[str, tuple[Any, ...]] = {
-        "dtype": ("auto", base.dtype, str(base.dtype).removeprefix("torch.")),
-        "trust_remote_code": (True, False),
-        "attn_implementation": (getattr(base.config, "_attn_implementation", None),),
-        "experts_implementation": (getattr(base.config, "_experts_implementation", None),),
-    }
-    harmless["torch_dtype"] = harmless["dtype"]
+    dtypes = ("auto", base.dtype, str(base.dtype).removeprefix("torch."))
+    harmless: dict[str, Any] = {"dtype": dtypes, "torch_dtype": dtypes, "trust_remote_code": (True, False)}
+    for name in ("attn_implementation", "experts_implementation"):
+        harmless[name] = (getattr(base.config, f"_{name}", None),)
     for name, value in arguments.items():
         if value is not None and value not in harmless.get(name, ()):
             raise TypeError(
                 f"{name}={value!r} is for loading a base, but the base given is a loaded {type(base).__name__}: "
                 "set it when the base is loaded."
             )
+
+
+def full_name(name: str) -> str:
+    """The name of a base, wherever it will be read: a path is made absolute."""
+    return str(Path(name).resolve()) if os.path.isdir(name) else name
+
+
+def is_local(name: str, checkpoint: str | os.PathLike) -> bool:
+    """Whether the name of a base, as the config of a checkpoint gives it, is a path and no Hub id."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return (Path(checkpoint) / name).is_dir()
+
+
+def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:
+    """The commit that a Hub id and revision resolve to, by a file that it has; None for a local folder."""
+    if os.path.isdir(name):
+        return None
+    return extract_commit_hash(cached_file(name, of_file, _raise_exceptions_for_missing_entries=False, **hub), None)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -317,7 +312,6 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
 
     Args:
         name: folder or Hub id of the base; None if there is none to take it from.
-        folder: of the checkpoint.
         gguf_file: of the base, if it is in one.
         hub: keyword arguments of every download.
 
@@ -339,36 +333,117 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
     return True
 
 
-def full_name(name: str) -> str:
-    """The name of a base, wherever it will be read: a path is made absolute."""
-    return str(Path(name).resolve()) if os.path.isdir(name) else name
+class Fingerprint:
+    """A few values of every tensor of a base, by which it is seen whether it is still what it was.
 
+    Tensors that an optimizer has written to are known by the count of writes that torch keeps; other changes by values.
+    """
 
-def is_local(name: str, checkpoint: str | os.PathLike) -> bool:
-    """Whether the name of a base, as the config of a checkpoint gives it, is a path and no Hub id."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return True
-    return (Path(checkpoint) / name).is_dir()
+    def __init__(self, base: nn.Module) -> None:
+        self.tensors = {name: _sample(tensor) for name, tensor in plain_state(base).items()}
 
-
-def _config_at(
-    name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The base's config, read before its weights are, and the arguments to load these with: the config among them."""
-    # As AutoModel does: these are not for the config, everything else that it knows goes into it.
-    loading_arguments = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
-    code = {key: arguments[key] for key in ("trust_remote_code", "code_revision") if key in arguments}
-    fields = {key: value for key, value in arguments.items() if key not in loading_arguments and key not in code}
-    with reading_gguf(arguments.get("gguf_file")):
-        config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
-    return config, {**loading_arguments, **code, **left, "config": config}
-
-
-def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:
-    """The commit that a Hub id and revision resolve to, by a file that it has; None for a local folder."""
-    if os.path.isdir(name):
+    def change(self, base: nn.Module) -> str | None:
+        """What is not as it was; None if all is."""
+        state = plain_state(base)
+        if set(state) != set(self.tensors):
+            return f"{sorted(set(state) ^ set(self.tensors))[0]} came or went"
+        for name, tensor in state.items():
+            (shape, kind, writes, values), now = self.tensors[name], _sample(tensor)
+            if (shape, kind) != now[:2]:
+                return f"{name} has another shape or is quantized"
+            if writes != now[2] or (values is not None and now[3] is not None and not _same(values, now[3])):
+                return f"{name} has other values"
         return None
-    file = cached_file(name, of_file, _raise_exceptions_for_missing_entries=False, **hub)
-    return extract_commit_hash(file, None)
+
+
+def _sample(tensor: Any) -> tuple[tuple[int, ...], str, int | None, Tensor | None]:
+    """Shape, kind, count of writes, and a few values of a tensor, None of one that is elsewhere."""
+    shape, kind = tuple(tensor.shape), type(tensor).__name__ + str(tensor.is_floating_point())
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    writes = None if local.is_inference() else local._version
+    if local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
+        return shape, kind, writes, None
+    flat = local.detach().view(-1) if local.is_contiguous() else local.detach().reshape(-1)
+    places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
+    return shape, kind, writes, flat[places.to(flat.device)].cpu()
+
+
+def _same(before: Tensor, now: Tensor) -> bool:
+    """Whether values are what they were, converted to the type that they have now."""
+    return torch.equal(torch.nan_to_num(before.to(now.dtype)), torch.nan_to_num(now))
+
+
+def change_of_files(base: nn.Module, config: DraftHeadConfig) -> str | None:
+    """What of a base is otherwise in the safetensors files of the place that it is named by; None if nothing is.
+
+    Only tensors that have the same name there are compared, and nothing is downloaded for it.
+    """
+    name = str(config.base_model_name_or_path)
+    hub = {"revision": config.base_model_revision or "main", "subfolder": config.base_subfolder or ""}
+    try:
+        files = checkpoint_files(name, None, {**hub, "local_files_only": True})
+    except OSError:  # in another form, or not on this machine
+        return f"there is no {name!r}" if is_missing_folder(name) else None
+    state = plain_state(base)
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            for key in set(stored.keys()) & set(state):
+                there, now = stored.get_slice(key), state[key]
+                if not now.is_floating_point() or now.is_meta or hasattr(now, "to_local"):
+                    continue
+                row = 0 if now.dim() < 2 else now.shape[0] // 2
+                if tuple(there.get_shape()) != tuple(now.shape):
+                    return f"{key} has another shape than in {name!r}"
+                if now.dim() and not _same(there[row : row + 1].cpu(), now[row : row + 1].detach().cpu()):
+                    return f"{key} has other values than in {name!r}"
+    return None
+
+
+@contextmanager
+def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
+    """A new folder inside `folder`, whose files take their places there when all are written; config.json comes last.
+
+    A folder in it (the base) takes the place of the former one as a whole. Then weights go that an earlier save left.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
+        new = Path(name)
+        yield new
+        if not is_main_process:
+            return
+        written = sorted(new.iterdir(), key=lambda place: (place.name == CONFIG_NAME, not place.is_dir()))
+        for place in written:
+            target = folder / place.name
+            if not (place.is_dir() and target.is_dir()):
+                os.replace(place, target)
+                continue
+            former = target.rename(new / f"former-{place.name}")
+            place.rename(target)
+            for file in former.iterdir():
+                if not _of_a_model(file) and not (target / file.name).exists():  # of the user's own
+                    os.replace(file, target / file.name)
+        _remove_earlier(folder, {place.name for place in written})
+
+
+def _remove_earlier(folder: Path, written: set[str]) -> None:
+    """Remove weights of heads that would be read in the place of those that were written, or with them.
+
+    These are a whole file, shards and index of the same variant; and an adapter of heads and base as one, which an
+    earlier release wrote.
+    """
+    for name in [name for name in written if ".safetensors" in name]:
+        variant = re.sub(r"-\d{5}-of-\d{5}|\.index|\.json", "", name)
+        for file in folder.glob("model*.safetensors*"):
+            same = re.sub(r"-\d{5}-of-\d{5}|\.index|\.json", "", file.name) == variant
+            if same and file.name not in written:
+                file.unlink()
+    with suppress(OSError):  # a damaged one, which loading refuses
+        if (folder / ADAPTER_WEIGHTS).is_file() and is_of_a_whole_model(folder):
+            (folder / ADAPTER_WEIGHTS).unlink()
+            (folder / ADAPTER_CONFIG_NAME).unlink(missing_ok=True)
+
+
+def _of_a_model(file: Path) -> bool:
+    """Whether a file or folder is one that saving a base writes."""
+    weights = file.name.startswith(("model", "pytorch_model")) and ".safetensors" in file.name
+    return weights or file.name in (CONFIG_NAME, "generation_config.json") or (file / ADAPTER_CONFIG_NAME).is_file()

@@ -3,13 +3,12 @@
 import copy
 import os
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path, PureWindowsPath
+from pathlib import PureWindowsPath
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -18,38 +17,32 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.file_download import repo_folder_name
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.utils import GENERATION_CONFIG_NAME, cached_file, has_file
+from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.files import first_line, open_tensors, read_json, shortened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-PICKLE = "pytorch_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 NOT_ASKED = "it is not in the cache, and the Hub cannot be reached (offline mode, or no connection): connect and try "
 NOT_ASKED += "again, or give a local folder"
+REFUSALS = {  # what the Hub has against a download, and what to do
+    GatedRepoError: "the repository is gated: ask for access on its page, then sign in or pass token=",
+    RepositoryNotFoundError: "the Hub has no such repository, or it is private: check the name, and sign in (`hf auth "
+    "login`) or pass token= of somebody who can read it",
+    RevisionNotFoundError: "the repository has no such revision: give a branch, tag or commit that it has",
+}
 GIVE_CHECKPOINT = "give the folder of a draft-head checkpoint, or its id on the Hub"
 HEADS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Keys and values of a config.json, and files, by which other projects' heads are known, and the family here.
-FOREIGN = {
-    "medusa_num_heads": "Medusa",
-    "hydra_num_heads": "Hydra",
-    "speculators_model_type": "Eagle3",
-    "draft_vocab_size": "Eagle3",
-    "medusa": "Medusa",  # a model_type
-    "MedusaModel": "Medusa",
-    "EagleLlamaForCausalLM": "Eagle",
-    "LlamaForCausalLMEagle": "Eagle",
-    "LlamaForCausalLMEagle3": "Eagle3",
-}
-FOREIGN |= {f"medusa_lm_head.{ending}": "Medusa" for ending in ("safetensors", "pt")}
-FOREIGN |= {f"hydra_lm_head.{ending}": "Hydra" for ending in ("safetensors", "pt")}
+IN_ANOTHER_LAYOUT = (
+    "if these are heads in another project's layout, give convert=True, or convert them once with `hf-drafthead "
+)
+IN_ANOTHER_LAYOUT += "convert`"
 
 
 def read_heads_config(
@@ -69,9 +62,8 @@ def read_heads_config(
     """
     ready = copy.deepcopy(chosen) if isinstance(chosen, PreTrainedConfig) else None
     fields = {} if ready is not None else _heads_fields(path if chosen is None else os.fspath(chosen), hub)
-    model_type = fields.get("model_type") if ready is None else ready.model_type
-    of_any = family is DraftHeadConfig
-    ours = str(model_type).startswith(MODEL_TYPE_PREFIX)
+    model_type = str(fields.get("model_type") if ready is None else ready.model_type)
+    of_any, ours = family is DraftHeadConfig, model_type.startswith(MODEL_TYPE_PREFIX)
     if of_any and ours and model_type in CONFIG_MAPPING:
         family = CONFIG_MAPPING[model_type]
     if model_type == family.model_type:
@@ -79,21 +71,16 @@ def read_heads_config(
         if of_any and config.base_config is None:
             raise ValueError(f"{path!r} does not hold the config of its base: save it again, or correct config.json.")
         return config
-    advice = how_to_convert(path, fields) if ready is None and not ours else None
-    if not of_any:
-        advice = advice or ("load it with AutoModel" if ours else "to put new heads on a base use from_base")
-        raise ValueError(
-            f"{path!r} is no {family.model_type} checkpoint: its config.json has model_type "
-            f"{shortened.repr(model_type)}; {advice}."
-        )
     if ours:
         names = (name.removeprefix(MODEL_TYPE_PREFIX) for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
         raise ValueError(
-            f"{path!r} holds heads of the unknown family {str(model_type).removeprefix(MODEL_TYPE_PREFIX)!r}: expected "
-            f"one of {', '.join(sorted(names))}; a newer hf_drafthead may know it."
+            f"{path!r} holds {shortened.repr(model_type)} heads, expected "
+            f"{'those of ' + ', '.join(sorted(names)) if of_any else family.model_type}: load it with AutoModel; a newer "
+            "hf_drafthead may know other families."
         )
     raise ValueError(
-        f"{path!r} holds a {shortened.repr(model_type)} model without draft heads: {advice or GIVE_CHECKPOINT}."
+        f"{path!r} holds a {shortened.repr(model_type)} model without draft heads: {GIVE_CHECKPOINT}; to put new heads "
+        f"on a base use from_base; {IN_ANOTHER_LAYOUT}."
     )
 
 
@@ -110,31 +97,10 @@ def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
     except (OSError, HTTP_ERROR) as error:
         if refused := why_refused(error):
             raise OSError(f"the heads {path!r} cannot be fetched: {refused}.") from error
-        if advice := how_to_convert(path, {}):
-            raise OSError(f"{path!r} is no checkpoint of this library: {advice}.") from error
-        raise OSError(f"{path!r} is no draft-head checkpoint ({first_line(error)}): {GIVE_CHECKPOINT}.") from error
+        raise OSError(
+            f"{path!r} is no draft-head checkpoint ({first_line(error)}): {GIVE_CHECKPOINT}; {IN_ANOTHER_LAYOUT}."
+        ) from error
     return fields
-
-
-def how_to_convert(path: str, config: Mapping[str, Any]) -> str | None:
-    """What a message says about a checkpoint in another project's layout; None if it does not look like one.
-
-    Its config.json tells; where there is none (`config` is empty), the names of files in the folder do.
-    """
-    named = config.get("architectures")
-    marks = [*config, config.get("model_type"), *(named if isinstance(named, list) else ())]
-    if not config and os.path.isdir(path):
-        marks = os.listdir(path)
-    families = [family for mark, family in FOREIGN.items() if mark in marks]
-    if config.get("num_hidden_layers") == 1 and config.get("model_type") in ("llama", "mixtral"):
-        families.append("Eagle")  # nobody publishes a language model of one layer
-    if not families:
-        return None
-    return (
-        f"it looks like {families[0]} heads in another project's layout, load them with "
-        f"{families[0]}ForCausalLM.from_pretrained({path!r}, convert=True), or convert them once with "
-        f"`hf-drafthead convert {path} NEW_FOLDER`"
-    )
 
 
 def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,16 +119,6 @@ def weight_names(variant: str | None = None) -> tuple[str, str]:
     return f"model.{variant}.safetensors", f"model.safetensors.index.{variant}.json"
 
 
-def remove_earlier_weights(folder: Path, variant: str | None) -> None:
-    """Remove what an earlier save left beside the weights that the last one wrote: the whole file, or the index.
-
-    transformers removes shards that it has not written, and no other file: then the earlier one would be read.
-    """
-    weights, index = weight_names(variant)
-    in_shards = any(folder.glob(weights.replace(".safetensors", "-?????-of-?????.safetensors")))
-    (folder / (weights if in_shards else index)).unlink(missing_ok=True)
-
-
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
     """The safetensors files of a checkpoint (`model.<variant>.safetensors`), in a local folder or fetched from the Hub.
 
@@ -173,14 +129,11 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
     files = weights_in(path, weights, hub) or weights_in(path, index, hub)
     if files is not None:
         return files
-    hub_at_root = {name: value for name, value in hub.items() if name != "subfolder"}
-    if not hub.get("subfolder") and has_file(path, PICKLE, **hub_at_root):
-        raise OSError(
-            f"{path!r} holds {PICKLE}, a pickle, where {weights} is expected: it is never opened, for it can run "
-            "code; ask its author to save the heads as safetensors."
-        )
     refuse_unasked(path, (weights, index), hub)
-    raise OSError(f"{path!r} holds no {weights}: save the model there again, or give the folder that has it.")
+    raise OSError(
+        f"{path!r} holds no {weights}: save the model there again, or give the folder that has it (a pickle such as "
+        "pytorch_model.bin is never opened, for it can run code)."
+    )
 
 
 def refuse_unasked(path: str, names: Collection[str], hub: Mapping[str, Any]) -> None:
@@ -203,58 +156,36 @@ def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None
     file = fetch_file(path, name, hub)
     if file is None or not name.endswith(".json"):
         return None if file is None else [file]
-    fields = read_json(file)
-    weight_map = fields.get("weight_map")
-    if not isinstance(weight_map, dict) or not isinstance(fields.get("metadata"), dict) or not weight_map:
-        raise OSError(
-            f"{file!r} is no index of weights: expected the objects 'metadata' and 'weight_map'; copy or download it "
-            "again."
-        )
-    kind = "safetensors" if ".safetensors." in name else "bin"
-    shards = set()
-    for shard in weight_map.values():
+    weight_map = read_json(file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise OSError(f"{file!r} is no index of weights: expected the object 'weight_map'; copy or download it again.")
+    kind, files = "safetensors" if ".safetensors." in name else "bin", []
+    for shard in dict.fromkeys(map(str, weight_map.values())):
         # as Windows reads it: both kinds of slash and drives lead elsewhere
-        if not isinstance(shard, str) or not shard.endswith(f".{kind}") or PureWindowsPath(shard).name != shard:
+        if not shard.endswith(f".{kind}") or PureWindowsPath(shard).name != shard:
             raise OSError(
                 f"{file!r} names the file {shortened.repr(shard)}: expected the name of a {kind} file in the "
                 "same folder; do not use this checkpoint."
             )
-        shards.add(shard)
-    files = []
-    for shard in sorted(shards):
         if (shard_file := fetch_file(path, shard, hub)) is None:
             raise OSError(f"{path!r} lacks {shard}, which its {name} names: copy or download the checkpoint again.")
         files.append(shard_file)
-    return files
+    return sorted(files)
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
     """A file of a model, here; None if it has no such file.
 
     Raises:
-        OSError: the Hub refuses it, or nothing of the model is in the cache and the Hub cannot be asked.
+        OSError: the Hub refuses it, or cannot be reached.
     """
     at = f" at {hub['revision']!r}" if hub.get("revision") not in (None, "main") else ""
     try:
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
+        return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
     except (OSError, HTTP_ERROR) as error:
-        refused = why_refused(error)
-        if refused is None:
+        if (refused := why_refused(error)) is None:
             raise
         raise OSError(f"{name} of {path!r}{at} cannot be fetched: {refused}.") from error
-    quiet = hub.get("_raise_exceptions_for_connection_errors") is False
-    if file is None and not quiet and not (is_cached(path, hub) or was_looked_up(path, name, hub)):
-        raise OSError(f"{name} of {path!r}{at} cannot be fetched: {NOT_ASKED}.")
-    return file
-
-
-def is_cached(path: str, hub: Mapping[str, Any]) -> bool:
-    """Whether a model is here: in a folder, or a part of its repository, at least, in the cache."""
-    if os.path.isdir(path):
-        return True
-    folder = repo_folder_name(repo_id=path, repo_type="model")
-    snapshots = Path(hub.get("cache_dir") or HF_HUB_CACHE, folder, "snapshots")
-    return snapshots.is_dir() and any(snapshots.iterdir())
 
 
 def was_looked_up(path: str, name: str, hub: Mapping[str, Any]) -> bool:
@@ -270,10 +201,8 @@ def was_looked_up(path: str, name: str, hub: Mapping[str, Any]) -> bool:
     options = {key: hub[key] for key in ("subfolder", "token", "local_files_only") if hub.get(key) is not None}
     try:
         hf_hub_download(path, name, **named, **options)  # a cache that cannot be written to keeps no note of it
-    except RemoteEntryNotFoundError:
-        return True
-    except (OSError, HTTP_ERROR, ValueError):
-        return False
+    except (OSError, HTTP_ERROR, ValueError) as error:
+        return isinstance(error, RemoteEntryNotFoundError)
     return True
 
 
@@ -289,15 +218,9 @@ def why_refused(error: BaseException) -> str | None:
     asked = True
     while cause is not None:
         asked = asked and not isinstance(cause, LocalEntryNotFoundError)
-        if isinstance(cause, GatedRepoError):
-            return "the repository is gated: ask for access on its page, then sign in or pass token="
-        if isinstance(cause, RepositoryNotFoundError):
-            return (
-                "the Hub has no such repository, or it is private: check the name, and sign in (`hf auth login`) or "
-                "pass token= of somebody who can read it"
-            )
-        if isinstance(cause, RevisionNotFoundError):
-            return "the repository has no such revision: give a branch, tag or commit that it has"
+        for kind, reason in REFUSALS.items():
+            if isinstance(cause, kind):
+                return reason
         if isinstance(cause, HfHubHTTPError) and cause.response is not None:
             if cause.response.status_code == 401:
                 return "the Hub does not accept the token: sign in anew (`hf auth login`), or pass another token="
@@ -319,29 +242,20 @@ def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
         OSError: a file is no readable safetensors file, or a tensor is in two of them.
     """
     mapped: dict[str, Tensor] = {}
-    holders: dict[str, str] = {}
     for file in files:
         with open_tensors(file) as tensors:
-            names = dict.fromkeys(tensors.keys(), file)
-            if twice := sorted(set(holders) & set(names)):
+            names = set(tensors.keys())
+            if twice := sorted(names & set(mapped)):
                 raise OSError(
-                    f"{file!r} and {holders[twice[0]]!r} both hold the tensor {shortened.repr(twice[0])}: copy or "
-                    "download the checkpoint again."
+                    f"{file!r} holds the tensor {shortened.repr(twice[0])}, which another file of the checkpoint holds "
+                    "as well: copy or download the checkpoint again."
                 )
-            holders |= names
             mapped |= {name: tensors.get_tensor(name) for name in names}
     return mapped
 
 
-def check_tensors(
-    path: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor], others: Collection[str] = ()
-) -> None:
-    """Compare the tensors of a checkpoint's drafter with what its config asks for.
-
-    Args:
-        path: the checkpoint, for the message.
-        tensors, expected: its tensors, and tensors of the shapes that there should be, by name.
-        others: names of tensors that it has besides those found.
+def check_tensors(path: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare the tensors of a checkpoint's drafter with tensors of the shapes and types that its config asks for.
 
     Raises:
         ValueError: a tensor is missing, unknown, of another shape, or of another kind of number.
@@ -359,26 +273,13 @@ def check_tensors(
             )
         allowed = HEADS_DTYPES if wanted.dtype.is_floating_point else (wanted.dtype,)
         if tensors[name].dtype not in allowed:
+            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
             raise ValueError(
-                f"{path!r} has {name!r} in {_type_name(tensors[name].dtype)}, expected "
-                f"{' or '.join(map(_type_name, allowed))}: save it in such a type."
+                f"{path!r} has {name!r} in {str(tensors[name].dtype).removeprefix('torch.')}, expected {names}: save "
+                "it in such a type."
             )
-    if unknown := sorted((set(tensors) | set(others)) - set(expected)):
+    if unknown := sorted(set(tensors) - set(expected)):
         raise ValueError(
             f"{path!r} has {len(unknown)} tensor(s) that its config does not ask for, such as "
             f"{shortened.repr(unknown[0])}: remove them, or correct config.json."
         )
-
-
-def refuse_damage(path: str, info: dict[str, Any]) -> None:
-    """Raise for what transformers only logs."""
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if info.get(kind):
-            raise ValueError(
-                f"{path!r} does not fit its config: {kind.replace('_', ' ')} {sorted(map(str, info[kind]))[:3]}: "
-                "save the checkpoint again, or correct config.json."
-            )
-
-
-def _type_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

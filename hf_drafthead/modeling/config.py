@@ -4,7 +4,7 @@ import copy
 import inspect
 import os
 from dataclasses import fields
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, GenerationConfig
@@ -20,6 +20,8 @@ from hf_drafthead.modeling.remote_code import CODE_FILE, NotCopied, code_of, cod
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
 ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
 ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision", "base_gguf_file", "last_hidden_size"}
+ABOUT_THE_BASE |= {"base_subfolder", "base_origin", "base_adapters"}
+BASE_FOLDER = "base"  # of a checkpoint, in which a base lies that is not the named one any more
 # A config builds modules before a tensor is looked at: these keep what it can cost far above anything published.
 MAX_HEADS = 64
 MAX_LAYERS = 32  # of one head
@@ -46,10 +48,13 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
             is looked up in the checkpoint's own folder.
         base_model_revision: commit of the base that the heads were trained on, if the base came from the Hub.
         base_gguf_file: name of the GGUF file in that place that holds the base; None for safetensors.
-        adapter_name_or_path: the PEFT adapter that the base had when the heads were trained: `adapter`, the folder of
-            the checkpoint that holds it, or the Hub id that it came from, which is used if there is no such folder.
-        adapter_revision: commit of the adapter, if it came from the Hub.
-        base_included: True in a checkpoint that holds the base's weights as well.
+        base_subfolder: folder inside that place.
+        base_included: True in a checkpoint whose base is not the named one any more, and lies in its folder `base`.
+        base_origin: Hub id of the base that such a base was made from.
+        base_adapters: names of PEFT adapters of the base, each in a folder `base/NAME` of the checkpoint, and whether
+            it takes part in what the base computes.
+        adapter_name_or_path, adapter_revision: in checkpoints of earlier releases, the one adapter of the base: a
+            folder of the checkpoint, or a Hub id and commit.
         last_hidden_size: width of the base's embeddings and of what its lm_head reads, where that is not the base's
             hidden_size (512 of 1024 in facebook/opt-350m): of these the heads read and make states.
         num_draft_heads: tokens guessed ahead of the base's own next token.
@@ -70,6 +75,9 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     adapter_name_or_path: str | None = None
     adapter_revision: str | None = None
     base_included: bool = False
+    base_subfolder: str | None = None
+    base_origin: str | None = None
+    base_adapters: dict[str, bool] | None = None
     last_hidden_size: int | None = None
     num_draft_heads: int = 4
     draft_vocab_size: int | None = None
@@ -100,7 +108,14 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
                 raise ValueError(f"{name} is {shortened.repr(value)}: expected True or False.")
         if self.last_hidden_size is not None:
             self._check_count("last_hidden_size", 1)
-        for name in sorted(ABOUT_THE_BASE - {"base_config", "base_included", "last_hidden_size"}):
+        if self.base_adapters is not None:
+            names = self.base_adapters if isinstance(self.base_adapters, dict) else {"": None}
+            if not all(name and PureWindowsPath(name).name == name and type(on) is bool for name, on in names.items()):
+                raise ValueError(
+                    f"base_adapters is {shortened.repr(self.base_adapters)}: expected names of folders, with true or "
+                    "false."
+                )
+        for name in sorted(ABOUT_THE_BASE - {"base_config", "base_included", "base_adapters", "last_hidden_size"}):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 raise ValueError(f"{name} is {shortened.repr(value)}: expected text, or None.")
@@ -210,16 +225,13 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         super().to_json_file(json_file_path, use_diff=use_diff)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """What `config.json` holds: without local paths in it, and without a base's quantization unless it is included.
-
-        In a heads-only checkpoint a quantization config would speak of a base that is not there.
-        """
+        """What `config.json` holds: without local paths in it, and without the quantization of a base, which says that
+        itself where it lies."""
         fields = super().to_diff_dict()
         for name in self.sub_configs:
             (fields.get(name) or {}).pop("_name_or_path", None)
-        if not self.base_included:
-            for holder in (fields, fields.get("base_config") or {}):
-                holder.pop("quantization_config", None)
+        for holder in (fields, fields.get("base_config") or {}):
+            holder.pop("quantization_config", None)
         return fields
 
     def _check_count(self, name: str, least: int, most: int | None = None) -> None:

@@ -321,31 +321,27 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         self.drafter.model = loaded.eval() if not self.training else loaded
 
     @classmethod
-    def _without_memory(
+    def _heads_alone(
         cls: type[WithDraftModel],
         path: str,
         config: DraftHeadConfig,
+        tensors: Mapping[str, Tensor] | None,
+        hub: Mapping[str, Any],
         variant: str | None,
-        hub: dict[str, Any],
-        state_dict: Mapping[str, Tensor] | None = None,
     ) -> tuple[WithDraftModel, dict[str, Tensor]]:
         ours = cast(DraftModelConfig, config)
-        if state_dict is None and not ours.draft_included:
+        if tensors is None and not ours.draft_included:
             name = ours.draft_model_name_or_path
             if not name:
                 raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
             beside = os.path.join(path, name)
             fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
             draft = load_draft(beside if os.path.isdir(beside) else name, ours.draft_model_revision, fetch)
-            state_dict = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
+            tensors = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
             if ours.shared_vocabulary < ours.get_text_config().vocab_size:
-                state_dict["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
+                tensors["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
             ours.draft_included = True
-        return super()._without_memory(path, config, variant, hub, state_dict)
-
-    def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        super()._fill(tensors, device, dtype)
-        self.drafter.model.tie_weights()
+        return super()._heads_alone(path, config, tensors, hub, variant)
 
     def _init_weights(self, module: nn.Module) -> None:
         # What the draft model computes instead of storing it, it knows itself; its parameters are there already.

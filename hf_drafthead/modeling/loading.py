@@ -3,7 +3,6 @@
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,26 +16,23 @@ from hf_drafthead.bases.releases import keep_picklable
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP
-from hf_drafthead.modeling.adapters import active_adapter, adapt, find_adapter, unwrapped
+from hf_drafthead.modeling.adapters import activate, find_adapter, load_adapter, unwrapped
 from hf_drafthead.modeling.base_model import (
+    Fingerprint,
     auto_class,
+    check_base,
     full_name,
+    is_local,
     last_layer,
-    load_base,
     load_named,
+    locate_base,
     refuse_loading_arguments,
     refuse_misspelt,
     refuse_unfit,
     width_of,
 )
-from hf_drafthead.modeling.checkpoint import (
-    check_tensors,
-    read_generation_settings,
-    read_heads_config,
-    read_tensors,
-    refuse_damage,
-)
-from hf_drafthead.modeling.config import ABOUT_THE_BASE, DraftHeadConfig, HeadsGenerationConfig
+from hf_drafthead.modeling.checkpoint import check_tensors, read_generation_settings, read_heads_config, read_tensors
+from hf_drafthead.modeling.config import ABOUT_THE_BASE, BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import in_one_line, shortened
 
@@ -49,68 +45,8 @@ HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipe
 LARGE_PROJECTIONS = 1 << 24  # parameters from which heads' own projections may be shared instead
 FOUND_BY_CALLS = {"_readers"}  # attributes
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
-
-
-@dataclass(frozen=True)
-class HeadsSource:
-    """Where heads and their base are read from.
-
-    given: folder or Hub id, None where their tensors are given; fetch: arguments of every download; heads: arguments
-    for the heads' own files; base, base_revision, use_safetensors: see `from_pretrained`; arguments: others for the
-    base.
-    """
-
-    given: str | None
-    fetch: dict[str, Any]
-    heads: dict[str, Any]
-    base: str | os.PathLike | nn.Module | None
-    base_revision: str | None
-    use_safetensors: bool | None
-    arguments: dict[str, Any]
-
-    @property
-    def path(self) -> str:
-        """The name of the heads in messages."""
-        return self.given or "state_dict"
-
-    @property
-    def hub(self) -> dict[str, Any]:
-        """How their files are fetched."""
-        options = {key: self.heads[key] for key in ("revision", "subfolder") if self.heads.get(key) is not None}
-        return self.fetch | options
-
-    @property
-    def place(self) -> str:
-        """The folder to which a relative path of the base refers, or their Hub id."""
-        if self.given is None:
-            return os.curdir
-        inside = self.heads.get("subfolder")
-        return os.path.join(self.given, inside) if inside and os.path.isdir(self.given) else self.given
-
-    def adapter(self, beside: bool = True) -> tuple[str | None, dict[str, Any]]:
-        """Where an adapter of the whole model lies, heads and base, and arguments for loading it; None without one.
-
-        Args:
-            beside: whether one is looked for beside the heads if the user names none.
-
-        Raises:
-            OSError: it cannot be read, or is no safetensors file.
-        """
-        arguments = dict(self.heads.get("adapter_kwargs") or {})
-        place = arguments.pop("_adapter_model_path", None) or (self.given if beside else None)
-        has_adapter = place is not None and find_adapter(place, self.hub) is not None
-        return (place if has_adapter else None), arguments
-
-    def for_the_base(self, config: DraftHeadConfig) -> dict[str, Any]:
-        """Arguments for loading the base, with the user's choice of attention and experts, which AutoModel puts into
-        the config of the heads; these take the name of their place."""
-        chosen = {} if self.use_safetensors is None else {"use_safetensors": self.use_safetensors}
-        for name in ("attn_implementation", "experts_implementation"):
-            if (choice := getattr(config, f"_{name}")) is not None:
-                chosen[name] = choice
-            setattr(config, f"_{name}", None)
-        config.name_or_path = self.given or ""
-        return {**chosen, **self.arguments}
+# What says how a base is computed with, which AutoModel puts into the config of the heads.
+IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
@@ -119,6 +55,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     config: DraftHeadConfig
     drafter_class: ClassVar[type[Drafter]]
     checkpoint_revision: str | None = None
+    _as_loaded: Fingerprint | None = None  # of the base; None if it was never loaded
+    _was_live = False  # the base was given as a loaded model
 
     def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
         if not isinstance(config.base_config, PreTrainedConfig):
@@ -142,7 +80,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         self.drafter = self.drafter_class(config)
         self.post_init()
         if build_base:
-            self._attach(self.base)
+            self.attach(self.base)
             self.drafter.copy_from_base()
 
     @classmethod
@@ -191,7 +129,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             origin = {"base_model_name_or_path": full_name(name) if name else None}
             origin["base_model_revision"] = base_revision
         else:
-            hub = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)} | {"revision": base_revision or "main"}
+            hub = {key: kwargs.pop(key) for key in (HUB_ARGUMENTS | {"subfolder"}) & set(kwargs)}
+            hub["revision"] = base_revision or "main"
             loaded, origin = load_named(os.fspath(base), hub, kwargs, fields=family_fields)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
@@ -206,7 +145,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if by_size:
             cls._share_large_projections(heads_config, loaded)
         model = cls(heads_config, build_base=False)
-        model._attach(loaded)
+        model.attach(loaded)
         if (width := model.drafter.output.width) not in (None, model.config.width):
             raise ValueError(
                 f"the lm_head of {type(loaded).__name__} reads states of {model.config.width} values, but its decoder "
@@ -214,6 +153,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             )
         model.drafter.copy_from_base()
         loaded.requires_grad_(False)
+        model._remember_base(live=isinstance(base, nn.Module))
         model.drafter.train(loaded.training)
         model.training = loaded.training
         model._take_generation_config({})
@@ -246,7 +186,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"{cls.config_class.__name__}: give one of these, or use the model class of that family."
             )
 
-    def _attach(self, base: Any) -> None:
+    def attach(self, base: Any) -> None:
         """Make `base` this model's base, and put the drafter where the base's last layer is.
 
         What transformers collects from submodels in `post_init` is carried over by hand: `post_init` would touch the
@@ -273,16 +213,26 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in device_map.items()}
             self.hf_device_map["drafter"] = device
 
+    def _tied(self, part: str) -> dict[str, str]:
+        """Which weights of the base or the drafter are others of it, by their names in the whole model."""
+        tied = getattr(getattr(self, part), "all_tied_weights_keys", None) or {}
+        return {f"{part}.{target}": f"{part}.{source}" for target, source in tied.items()}
+
+    def _remember_base(self, live: bool) -> None:
+        """Note what the base is now, to know when it is saved whether its name still names it."""
+        self._was_live, self._as_loaded = live, Fingerprint(self.base)
+
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but what calls have found out about the base, as a copy does by itself."""
         keep_picklable(self)
         return {name: value for name, value in self.__dict__.items() if name not in FOUND_BY_CALLS}
 
-    def _take_generation_config(self, heads: Mapping[str, Any]) -> None:
-        """Generate as the base does, with the heads' own settings on top."""
+    def _take_generation_config(self, heads: Mapping[str, Any], whole: bool = False) -> None:
+        """Generate as the base does, with the heads' own settings on top; `whole`: with all that a checkpoint says."""
         ours = HeadsGenerationConfig.of(getattr(self.base, "generation_config", None))
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
-        for name, value in DraftSettings.stored_in(heads).items():
+        said = {name: value for name, value in heads.items() if whole and name != "transformers_version"}
+        for name, value in (said | DraftSettings.stored_in(heads)).items():
             setattr(ours, name, value)
         self.generation_config = ours
 
@@ -332,28 +282,50 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             raise ValueError(
                 "give the folder or Hub id of the heads, or None with config= and state_dict= in its place."
             )
-        source = HeadsSource(
-            path,
-            fetch={key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)},
-            heads={key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)},
-            base=base_model,
-            base_revision=base_revision,
-            use_safetensors=use_safetensors,
-            arguments=kwargs,
-        )
+        fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
+        heads = {key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)}
+        hub = fetch | {key: heads[key] for key in ("revision", "subfolder") if heads.get(key) is not None}
+        adapter = dict(heads.get("adapter_kwargs") or {})  # of transformers, which found one where it looked for heads
+        adapter_path = adapter.pop("_adapter_model_path", None)
+        if use_safetensors is not None:
+            kwargs["use_safetensors"] = use_safetensors
+        settings: Mapping[str, Any] = {}
+        tensors = state_dict
         if convert:
             if config is not None:
                 raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
-            model = cls._from_other_layout(source)
+            fields = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
+            config, tensors, settings = _formats().converted(
+                cls, path, base_model=base_model, base_revision=base_revision, fields=fields, hub=hub
+            )
         else:
-            heads = read_heads_config(source.path, source.hub, cls.config_class, config)
-            if state_dict is not None:
-                heads.base_included = any(name.startswith("base.") for name in state_dict)
-            load = cls._with_its_base if heads.base_included else cls._from_heads
-            model = load(source, heads, state_dict)
-        if not isinstance(base_model, nn.Module):  # a live model stays as it is
-            model.base.requires_grad_(False)
-        model.checkpoint_revision = source.heads.get("revision")
+            config = read_heads_config(path or "state_dict", hub, cls.config_class, config)
+            if path is not None:
+                settings = read_generation_settings(path, hub)
+                adapter_path = adapter_path or (path if find_adapter(path, hub) else None)
+        for name in IMPLEMENTATIONS:
+            if (choice := getattr(config, f"_{name}")) is not None:
+                kwargs[name] = choice
+            setattr(config, f"_{name}", None)
+        config.name_or_path = path or ""
+        # What lies beside the weights is read before the base is, which may take minutes.
+        model, inside = cls._heads_alone(path or "state_dict", config, tensors, hub, heads.get("variant"))
+        base = model._base_of(path, inside, base_model, base_revision, fetch, hub, kwargs)
+        live = isinstance(base_model, nn.Module)
+        if inside:  # the settings of base and heads are one file there
+            base.generation_config = GenerationConfig.from_dict(
+                {name: value for name, value in settings.items() if name not in DraftSettings.names()}
+            )
+        model.attach(base)
+        model.drafter.check_values(path or "state_dict")
+        model._take_generation_config(settings, whole=base_model is None)
+        if not live:  # a live model stays as it is
+            base.requires_grad_(False)
+        model._remember_base(live)
+        model._take_adapters(path, hub, live)
+        if adapter_path is not None and (folder := find_adapter(adapter_path, {**hub, **adapter})):
+            model.load_adapter(folder)
+        model.checkpoint_revision = heads.get("revision")
         if generation_config is not None:
             model.generation_config = HeadsGenerationConfig.of(generation_config)
         if not output_loading_info:
@@ -361,155 +333,149 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
 
     @classmethod
-    def _from_other_layout(cls: type[LoadedModel], source: HeadsSource) -> LoadedModel:
-        """The model of heads in the layout of another project."""
-        fields = {name: source.arguments.pop(name) for name in cls.config_class.heads_fields() & set(source.arguments)}
-        config, tensors, settings = _formats().converted(
-            cls, source.path, base_model=source.base, base_revision=source.base_revision, fields=fields, hub=source.hub
-        )
-        arguments = source.for_the_base(config)
-        model, adapter = cls._blank(config, build_base=False), source.adapter(beside=False)
-        return model._on_base(source, tensors, settings, adapter, arguments)
-
-    @classmethod
-    def _from_heads(
-        cls: type[LoadedModel], source: HeadsSource, config: DraftHeadConfig, state_dict: Mapping[str, Tensor] | None
-    ) -> LoadedModel:
-        """The model of a checkpoint that holds the heads alone."""
-        arguments = source.for_the_base(config)
-        variant = source.heads.get("variant")
-        model, tensors = cls._without_memory(source.path, config, variant, source.hub, state_dict)
-        settings = {} if source.given is None else read_generation_settings(source.path, source.hub)
-        # What lies beside the weights is read before the base is, which may take minutes.
-        return model._on_base(source, tensors, settings, source.adapter(), arguments)
-
-    def _on_base(
-        self: LoadedModel,
-        source: HeadsSource,
-        tensors: Mapping[str, Tensor],
-        settings: Mapping[str, Any],
-        adapter: tuple[str | None, dict[str, Any]],
-        arguments: dict[str, Any],
-    ) -> LoadedModel:
-        """Heads without memory, with their tensors, settings and adapter, on their base."""
-        self.config.__dict__.pop("quantization_config", None)  # of a base that is not here
-        base = load_base(source.place, self.config, source.base, source.base_revision, source.fetch, arguments)
-        if active_adapter(base) is None:
-            adapt(base, source.given, self.config, source.hub, isinstance(source.base, nn.Module))
-        self._fill(tensors, *last_layer(base))
-        self.drafter.check_values(source.path)
-        self._attach(base)
-        self._take_generation_config(settings)
-        place, how = adapter
-        if place is not None:
-            self.load_adapter(place, adapter_kwargs=how)
-        return self
-
-    @classmethod
-    def _with_its_base(
-        cls: type[LoadedModel], source: HeadsSource, config: DraftHeadConfig, state_dict: Mapping[str, Tensor] | None
-    ) -> LoadedModel:
-        """The model of a checkpoint that holds its base too, as transformers loads it; else as `_from_heads`."""
-        arguments = source.for_the_base(config)
-        # What does not fit is refused, also of an adapter of the whole model, before transformers reads it.
-        untouched, variant = copy.deepcopy(config), source.heads.get("variant")
-        cls._without_memory(source.path, untouched, variant, source.hub, state_dict)
-        source.adapter()
-        if source.given is not None:
-            read_generation_settings(source.path, source.hub)
-        if source.base is not None or source.base_revision is not None:
-            raise ValueError(f"{source.path!r} contains its own base: drop base_model= and base_revision=.")
-        if source.use_safetensors is False:
-            raise ValueError(
-                f"{source.path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
-            )
-        arguments |= {**source.heads, **source.fetch, "config": config, "state_dict": state_dict and dict(state_dict)}
-        if arguments.get("quantization_config") is not None:
-            arguments["quantization_config"] = cls._sparing_the_drafter(config, arguments["quantization_config"])
-        try:
-            arguments |= {"use_safetensors": True, "output_loading_info": True}
-            model, info = super().from_pretrained(source.given, **arguments)
-        except (ArithmeticError, AttributeError, LookupError) as error:
-            raise ValueError(
-                f"the base in {source.path!r} cannot be built from its config ({in_one_line(error)}): correct "
-                "config.json."
-            ) from error
-        refuse_damage(source.path, info)
-        model.drafter.check_values(source.path)
-        if "hf_quantizer" in model.__dict__:  # only the base is quantized: heads are saved as they are
-            model.base.hf_quantizer = model.__dict__.pop("hf_quantizer")
-        model.base.generation_config = copy.deepcopy(model.generation_config)
-        model.generation_config = HeadsGenerationConfig.of(model.generation_config)
-        for name in DraftSettings.names():
-            model.base.generation_config.__dict__.pop(name, None)
-        return model
-
-    @classmethod
-    def _blank(cls: type[LoadedModel], config: DraftHeadConfig, build_base: bool) -> LoadedModel:
-        """The model without memory: its names and shapes."""
-        with torch.device("meta"), no_init_weights():
-            return cls(config, build_base=build_base)
-
-    @classmethod
-    def _without_memory(
+    def _heads_alone(
         cls: type[LoadedModel],
         path: str,
         config: DraftHeadConfig,
+        tensors: Mapping[str, Tensor] | None,
+        hub: Mapping[str, Any],
         variant: str | None,
-        hub: dict[str, Any],
-        state_dict: Mapping[str, Tensor] | None = None,
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
-        """The model without base and memory, and the heads' tensors, given or in the checkpoint, which fit it."""
+        """The model without a base, its drafter loaded by transformers; and tensors of a base that lie with the heads,
+        as earlier releases wrote them."""
+        blank = cls._blank(path, config)
+        expected = blank.state_dict()
+        tensors = dict(read_tensors(path, hub, variant) if tensors is None else tensors)
+        inside = {name: tensors.pop(name) for name in list(tensors) if name.startswith("base.")}
+        tied = blank._tied("drafter").items()  # a checkpoint holds such weights once
+        check_tensors(
+            path, {target: tensors[source] for target, source in tied if source in tensors} | tensors, expected
+        )
+        if not tensors:  # copies alone
+            return cls(config, build_base=False).eval(), inside
+        config.__dict__.pop("quantization_config", None)  # of a base that is not here
+        model, info = super().from_pretrained(
+            None, config=config, state_dict=tensors, build_base=False, output_loading_info=True, use_safetensors=None
+        )
+        if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])):
+            raise ValueError(f"{path!r} does not fit its config: {wrong[0]!r}: save the checkpoint again.")
+        return model, inside
+
+    @classmethod
+    def _blank(cls: type[LoadedModel], path: str, config: DraftHeadConfig) -> LoadedModel:
+        """The model without base and memory: its names and shapes."""
         try:
-            model = cls._blank(config, build_base=False)
+            with torch.device("meta"), no_init_weights():
+                return cls(config, build_base=False)
         except (OSError, ValueError):
             raise
         except Exception as error:  # torch and transformers raise anything for values that make no layer
             raise ValueError(
                 f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
             ) from error
-        expected = model.state_dict()
-        state_dict = read_tensors(path, hub, variant) if state_dict is None else state_dict
-        tensors = {name: state_dict[name] for name in expected if name in state_dict}
-        tied = model._tied("drafter").items()  # a checkpoint holds such weights once
-        tensors = {target: tensors[source] for target, source in tied if source in tensors} | tensors
-        others = [name for name in state_dict if not (config.base_included and name.startswith("base."))]
-        check_tensors(path, tensors, expected, others)
-        return model, tensors
 
-    def _tied(self, part: str) -> dict[str, str]:
-        """Which weights of the base or the drafter are others of them, by their names in the whole model."""
-        tied = getattr(getattr(self, part), "all_tied_weights_keys", None) or {}
-        return {f"{part}.{target}": f"{part}.{source}" for target, source in tied.items()}
+    def _base_of(
+        self,
+        path: str | None,
+        inside: dict[str, Tensor],
+        chosen: str | os.PathLike | nn.Module | None,
+        revision: str | None,
+        fetch: Mapping[str, Any],
+        hub: Mapping[str, Any],
+        arguments: dict[str, Any],
+    ) -> Any:
+        """The base that these heads run on, checked against what they were trained for.
 
-    @torch.inference_mode(False)
-    def _fill(self, tensors: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        """Give a drafter without memory its tensors; where device and type are theirs, they stay mapped from disk."""
-        device = torch.device("cpu") if device.type == "meta" else device  # all of the base is offloaded
-        moved = {
-            name: tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
-            for name, tensor in tensors.items()
-        }
-        self.load_state_dict(moved, assign=True)
-        for module in self.drafter.modules():
-            for name in module._non_persistent_buffers_set:
-                setattr(module, name, torch.empty_like(getattr(module, name), device=device))
-            self._init_weights(module)
-        self.eval()
+        Args:
+            path: of the heads.
+            inside: tensors of the base that lie with them, by their names in the whole model.
+            chosen, revision: the user's choice of a base; None for the one that the config names.
+            fetch, hub: keyword arguments of every download, and of those of the heads.
+            arguments: for loading the base.
+        """
+        config, place = self.config, _place(path, hub)
+        if isinstance(chosen, nn.Module):
+            base = unwrapped(chosen)
+            refuse_loading_arguments(base, arguments)
+            name = getattr(base.config, "_name_or_path", "")
+            refuse_unfit(base.config, type(base).__name__, loaded=True)
+            check_base(config, base.config, name or type(base).__name__)
+            origin: dict[str, Any] = {"base_model_name_or_path": full_name(name) if name else None}
+        elif chosen is not None:
+            named = fetch | {"revision": revision or "main"}
+            base, origin = load_named(os.fspath(chosen), named, arguments, checkpoint=place, config=config)
+        elif config.base_included:
+            if revision is not None:
+                raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
+            if inside:
+                return self._from_inside(inside, arguments)
+            if os.path.isdir(folder := os.path.join(place, BASE_FOLDER)):
+                base, _ = load_named(folder, fetch, arguments, checkpoint=place, config=config)
+            else:
+                subfolder = "/".join(filter(None, (hub.get("subfolder"), BASE_FOLDER)))
+                named = {"revision": "main", **hub, "subfolder": subfolder}
+                base, _ = load_named(str(path), named, arguments, checkpoint=place, config=config)
+            return base
+        else:
+            named = fetch | {"revision": revision or config.base_model_revision or "main"}
+            named |= {"subfolder": config.base_subfolder}
+            arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
+            base, origin = load_named(locate_base(config, place), named, arguments, checkpoint=place, config=config)
+        # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
+        recorded, name = config.base_model_name_or_path, origin["base_model_name_or_path"]
+        if name and (chosen is None or config.base_included or not recorded or is_local(recorded, place)):
+            config.base_model_name_or_path = name
+            if chosen is not None:
+                config.base_gguf_file, config.base_included = origin.get("base_gguf_file"), False
+        return base
 
-    @classmethod
-    def _sparing_the_drafter(cls, config: DraftHeadConfig, quantization: Any) -> Any:
-        """The quantization config, with the drafter (and, as by default, the lm_head) left as they are."""
-        spared = copy.deepcopy(quantization)
-        values = spared if isinstance(spared, dict) else vars(spared)
-        in_bitsandbytes = {"llm_int8_skip_modules", "load_in_4bit", "load_in_8bit", "_load_in_8bit"} & set(values)
-        name = "llm_int8_skip_modules" if in_bitsandbytes else "modules_to_not_convert"
-        if values.get(name) is None:
-            blank = cls._blank(copy.deepcopy(config), build_base=True)
-            head = blank.base.get_output_embeddings()
-            values[name] = [name for name, module in blank.named_modules() if module is head]
-        values[name] = [*values[name], "drafter"]
-        return spared
+    def _from_inside(self, tensors: Mapping[str, Tensor], arguments: dict[str, Any]) -> Any:
+        """The base of which the tensors lie with the heads, as earlier releases wrote them."""
+        state = {name.removeprefix("base."): tensor for name, tensor in tensors.items()}
+        config: Any = copy.deepcopy(self.config.base_config)
+        try:
+            with torch.device("meta"), no_init_weights():
+                kind = type(auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False))
+            arguments = {**arguments, "output_loading_info": True}
+            base, info = kind.from_pretrained(None, config=config, state_dict=state, **arguments)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"the base in {self.config.name_or_path!r} cannot be built from its config ({in_one_line(error)}): "
+                "correct config.json."
+            ) from error
+        if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])):
+            raise ValueError(
+                f"{self.config.name_or_path!r} does not fit its config: its base and {wrong[0]!r}: correct config.json."
+            )
+        return base
+
+    def _take_adapters(self, path: str | None, hub: Mapping[str, Any], live: bool) -> None:
+        """Put the adapters on the base that it had when the heads were saved."""
+        config, older = self.config, self.config.adapter_name_or_path
+        wanted = dict(config.base_adapters or ({"default": True} if older else {}))
+        if wanted and live:
+            logger.warning_once(
+                f"these heads were trained on a base with the adapter {older or ', '.join(wanted)!r}, and the base "
+                "given has none: fewer guesses may be accepted; load it with model.load_adapter(...)."
+            )
+            return
+        for name in wanted:
+            folder = find_adapter(path, hub, os.path.join(BASE_FOLDER, name) if not older else older) if path else None
+            if folder is None and older:
+                fetch = {key: value for key, value in hub.items() if key != "subfolder"}
+                folder = find_adapter(older, {**fetch, "revision": config.adapter_revision or "main"})
+            if folder is None:
+                raise OSError(f"the adapter {name!r} of the base of {path!r} was not found: copy the heads again.")
+            load_adapter(self.base, folder, name)
+        if wanted:
+            activate(self.base, [name for name, on in wanted.items() if on])
+        config.base_adapters = config.adapter_name_or_path = config.adapter_revision = None
+
+
+def _place(path: str | None, hub: Mapping[str, Any]) -> str:
+    """The folder to which a relative path of the base refers, or the heads' Hub id."""
+    inside = hub.get("subfolder")
+    return os.curdir if path is None else os.path.join(path, inside) if inside and os.path.isdir(path) else path
 
 
 def _formats() -> Any:
