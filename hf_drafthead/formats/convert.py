@@ -238,7 +238,7 @@ def _config_of(
     )
     config.architectures = [heads.model_class.__name__]
     config.dtype = next(tensor.dtype for tensor in heads.tensors.values() if tensor.dtype.is_floating_point)
-    blank = heads.model_class._blank(copy.deepcopy(config), build_base=False)  # which chooses implementations
+    blank = heads.model_class._blank(copy.deepcopy(config), name)  # which chooses implementations
     tensors: Mapping[str, Any] = {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()}
     check_tensors(name, tensors, blank.state_dict())
     _try_to_guess(name, blank.drafter, config)

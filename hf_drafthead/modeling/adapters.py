@@ -139,7 +139,7 @@ def save_adapters(base: Any, folder: Path, of: str | None, revision: str | None)
     """Write each adapter of a base into a folder of its name, as PEFT reads it.
 
     Args:
-        of, revision: the base that others put it on; None for the one whose weights lie in `folder`.
+        of, revision: Hub id and commit of the base that others put it on, if it has one.
     """
     for name in adapters_of(base):
         place = folder / name

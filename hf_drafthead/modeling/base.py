@@ -102,7 +102,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         heads = self.state_dict() if state_dict is None else state_dict
         heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
         stored, live = self._stored_config(folder, beside, base_model), self.config
-        nothing = not heads  # what is copied alone, or named, has weights elsewhere
+        nothing = not heads and not self.drafter.state_dict()  # copies alone
         with replacing(folder, is_main_process) as new:
             if beside or stored.base_adapters:
                 self._save_base(new / BASE_FOLDER, stored, beside, is_main_process, state_dict, kwargs)
@@ -197,8 +197,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                     base.__dict__.pop(name, None)
                 base.__dict__.update(held)
         if adapters and is_main_process:
-            of = None if weights else stored.base_model_name_or_path
-            save_adapters(base, folder, of, stored.base_model_revision)
+            name = stored.base_model_name_or_path
+            elsewhere = name is not None and not weights and not is_local(name, folder.parent)
+            save_adapters(base, folder, name if elsewhere else None, stored.base_model_revision)
 
     def _save_tokenizer(self, folder: Path) -> None:
         """Copy the base's tokenizer, if it is on this machine."""

@@ -132,7 +132,8 @@ def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str
     config = read_json(Path(folder) / ADAPTER_CONFIG_NAME)
     if not (name := config.get("base_model_name_or_path")):
         raise ValueError(f"the adapter in {folder!r} does not say which base it is for: load the two yourself")
-    return str(name), {**hub, "revision": config.get("revision") or "main", "subfolder": None}
+    fetch = {key: value for key, value in hub.items() if key != "subfolder"}
+    return str(name), {**fetch, "revision": config.get("revision") or "main"}
 
 
 def _config_at(
@@ -431,16 +432,20 @@ def _remove_earlier(folder: Path, written: set[str]) -> None:
     These are a whole file, shards and index of the same variant; and an adapter of heads and base as one, which an
     earlier release wrote.
     """
-    for name in [name for name in written if ".safetensors" in name]:
-        variant = re.sub(r"-\d{5}-of-\d{5}|\.index|\.json", "", name)
-        for file in folder.glob("model*.safetensors*"):
-            same = re.sub(r"-\d{5}-of-\d{5}|\.index|\.json", "", file.name) == variant
-            if same and file.name not in written:
-                file.unlink()
+    variants = {_variant(name) for name in written} - {None}
+    for file in folder.glob("model*.safetensors*"):
+        if _variant(file.name) in variants and file.name not in written:
+            file.unlink()
     with suppress(OSError):  # a damaged one, which loading refuses
         if (folder / ADAPTER_WEIGHTS).is_file() and is_of_a_whole_model(folder):
             (folder / ADAPTER_WEIGHTS).unlink()
             (folder / ADAPTER_CONFIG_NAME).unlink(missing_ok=True)
+
+
+def _variant(name: str) -> str | None:
+    """The variant of a file of weights or of an index of them, an empty text without one; None for other files."""
+    found = re.fullmatch(r"model(\..+?)?(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
+    return None if found is None else found[1] or found[4] or ""
 
 
 def _of_a_model(file: Path) -> bool:

@@ -300,6 +300,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             )
         else:
             config = read_heads_config(path or "state_dict", hub, cls.config_class, config)
+            if state_dict is not None:
+                config.base_included = any(name.startswith("base.") for name in state_dict)
             if path is not None:
                 settings = read_generation_settings(path, hub)
                 adapter_path = adapter_path or (path if find_adapter(path, hub) else None)
@@ -307,9 +309,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             if (choice := getattr(config, f"_{name}")) is not None:
                 kwargs[name] = choice
             setattr(config, f"_{name}", None)
-        config.name_or_path = path or ""
         # What lies beside the weights is read before the base is, which may take minutes.
         model, inside = cls._heads_alone(path or "state_dict", config, tensors, hub, heads.get("variant"))
+        model.name_or_path = model.config.name_or_path = path or ""
         base = model._base_of(path, inside, base_model, base_revision, fetch, hub, kwargs)
         live = isinstance(base_model, nn.Module)
         if inside:  # the settings of base and heads are one file there
@@ -343,10 +345,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without a base, its drafter loaded by transformers; and tensors of a base that lie with the heads,
         as earlier releases wrote them."""
-        blank = cls._blank(path, config)
+        blank = cls._blank(config, path)
         expected = blank.state_dict()
         tensors = dict(read_tensors(path, hub, variant) if tensors is None else tensors)
-        inside = {name: tensors.pop(name) for name in list(tensors) if name.startswith("base.")}
+        of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
+        inside = {name: tensors.pop(name) for name in of_base}
         tied = blank._tied("drafter").items()  # a checkpoint holds such weights once
         check_tensors(
             path, {target: tensors[source] for target, source in tied if source in tensors} | tensors, expected
@@ -362,7 +365,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         return model, inside
 
     @classmethod
-    def _blank(cls: type[LoadedModel], path: str, config: DraftHeadConfig) -> LoadedModel:
+    def _blank(cls: type[LoadedModel], config: DraftHeadConfig, path: str) -> LoadedModel:
         """The model without base and memory: its names and shapes."""
         try:
             with torch.device("meta"), no_init_weights():
@@ -405,6 +408,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             named = fetch | {"revision": revision or "main"}
             base, origin = load_named(os.fspath(chosen), named, arguments, checkpoint=place, config=config)
         elif config.base_included:
+            arguments = {"use_safetensors": True, **arguments}  # a pickle can run code
             if revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
             if inside:
