@@ -13,6 +13,7 @@ from hf_drafthead.formats.layouts import LAYOUTS, targets
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import locate_base
 from hf_drafthead.modeling.checkpoint import read_heads_config, read_tensors
+from hf_drafthead.modeling.config import BASE_FOLDER
 
 
 @dataclass(frozen=True)
@@ -130,5 +131,7 @@ def _of_checkpoint(name: str, hub: dict[str, Any]) -> SavedHeads:
     tensors = read_tensors(name, hub)
     heads = {key.removeprefix("drafter."): tensor for key, tensor in tensors.items() if key.startswith("drafter.")}
     base = {key.removeprefix("base."): tensor for key, tensor in tensors.items() if key.startswith("base.")}
+    if config.base_included and not base:
+        base = read_tensors(name, {**hub, "subfolder": os.path.join(hub.get("subfolder") or "", BASE_FOLDER)})
     named = None if config.base_included or not config.base_model_name_or_path else locate_base(config, name)
     return SavedHeads(name, config, heads, named, base)

@@ -32,7 +32,7 @@ class Target:
     create_pr: bool = False
     tags: list[str] | None = None
     license: str | None = None
-    include_base: bool = False
+    include_base: bool | None = None
     max_shard_size: int | str = "50GB"
 
     def __post_init__(self) -> None:

@@ -175,7 +175,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     ) -> None:
         """Write the base into a folder by its own class, and its adapters by PEFT; only these without `weights`."""
         base, adapters = self._adapted_base(), stored.base_adapters
-        state = {name.removeprefix("base."): state_dict[name] for name in state_dict or () if name.startswith("base.")}
+        state = {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
         if weights:
             away: dict[str, Any] = {"_hf_peft_config_loaded": False}  # adapters are not for the base's own class
             quantizer = getattr(base, "hf_quantizer", None)
@@ -197,9 +197,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                     base.__dict__.pop(name, None)
                 base.__dict__.update(held)
         if adapters and is_main_process:
-            name = stored.base_model_name_or_path
-            elsewhere = name is not None and not weights and not is_local(name, folder.parent)
-            save_adapters(base, folder, name if elsewhere else None, stored.base_model_revision)
+            of = stored.base_model_name_or_path
+            elsewhere = of is not None and not weights and not is_local(of, folder.parent)
+            save_adapters(base, folder, of if elsewhere else None, stored.base_model_revision)
 
     def _save_tokenizer(self, folder: Path) -> None:
         """Copy the base's tokenizer, if it is on this machine."""
@@ -293,7 +293,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         create_pr: bool = False,
         max_shard_size: int | str | None = "50GB",
         tags: list[str] | None = None,
-        include_base: bool = False,
+        include_base: bool | None = None,
         license: str | None = None,
     ) -> Any:
         """Publish the heads, with tokenizer, settings, figures and card, in one commit.
@@ -307,7 +307,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             create_pr: propose the commit instead of making it.
             max_shard_size: of a file of weights.
             tags: for the card, besides its own.
-            include_base: publish the base's weights too, for a base that was trained together with its heads.
+            include_base: whether the base is published beside the heads; by default, where it is not the named one.
             license: of the heads, as the Hub names it (`apache-2.0`), if no card or summary says it yet.
 
         Returns:

@@ -72,11 +72,11 @@ def read_heads_config(
             raise ValueError(f"{path!r} does not hold the config of its base: save it again, or correct config.json.")
         return config
     if ours:
-        names = (name.removeprefix(MODEL_TYPE_PREFIX) for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
+        known = sorted(name for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
         raise ValueError(
             f"{path!r} holds {shortened.repr(model_type)} heads, expected "
-            f"{'those of ' + ', '.join(sorted(names)) if of_any else family.model_type}: load it with AutoModel; a newer "
-            "hf_drafthead may know other families."
+            f"{' or '.join(known if of_any else [family.model_type])}: load it with AutoModel; a newer hf_drafthead "
+            "may know other families."
         )
     raise ValueError(
         f"{path!r} holds a {shortened.repr(model_type)} model without draft heads: {GIVE_CHECKPOINT}; to put new heads "

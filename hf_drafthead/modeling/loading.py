@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -289,6 +289,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         adapter_path = adapter.pop("_adapter_model_path", None)
         if use_safetensors is not None:
             kwargs["use_safetensors"] = use_safetensors
+        if isinstance(pieces := kwargs.get("device_map"), dict):  # of the whole model
+            of_base = {f".{name}".removeprefix(".base").lstrip("."): place for name, place in pieces.items()}
+            kwargs["device_map"] = {name: place for name, place in of_base.items() if name != "drafter"}
         settings: Mapping[str, Any] = {}
         tensors = state_dict
         if convert:
@@ -301,7 +304,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         else:
             config = read_heads_config(path or "state_dict", hub, cls.config_class, config)
             if state_dict is not None:
-                config.base_included = any(name.startswith("base.") for name in state_dict)
+                config.base_included = any(name.startswith("base.") for name in state_dict)  # type: ignore[union-attr]
             if path is not None:
                 settings = read_generation_settings(path, hub)
                 adapter_path = adapter_path or (path if find_adapter(path, hub) else None)
@@ -310,7 +313,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 kwargs[name] = choice
             setattr(config, f"_{name}", None)
         # What lies beside the weights is read before the base is, which may take minutes.
-        model, inside = cls._heads_alone(path or "state_dict", config, tensors, hub, heads.get("variant"))
+        model, inside = cls._heads_alone(
+            path or "state_dict", cast(DraftHeadConfig, config), tensors, hub, heads.get("variant")
+        )
         model.name_or_path = model.config.name_or_path = path or ""
         base = model._base_of(path, inside, base_model, base_revision, fetch, hub, kwargs)
         live = isinstance(base_model, nn.Module)
@@ -356,7 +361,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         )
         if not tensors:  # copies alone
             return cls(config, build_base=False).eval(), inside
-        config.__dict__.pop("quantization_config", None)  # of a base that is not here
+        for holder in (config, config.base_config):  # of a base that is not here
+            holder.__dict__.pop("quantization_config", None)
         model, info = super().from_pretrained(
             None, config=config, state_dict=tensors, build_base=False, output_loading_info=True, use_safetensors=None
         )
@@ -405,12 +411,15 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             check_base(config, base.config, name or type(base).__name__)
             origin: dict[str, Any] = {"base_model_name_or_path": full_name(name) if name else None}
         elif chosen is not None:
-            named = fetch | {"revision": revision or "main"}
+            named = {**fetch, "revision": revision or "main"}
             base, origin = load_named(os.fspath(chosen), named, arguments, checkpoint=place, config=config)
         elif config.base_included:
-            arguments = {"use_safetensors": True, **arguments}  # a pickle can run code
             if revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
+            if not arguments.setdefault("use_safetensors", True):
+                raise ValueError(
+                    f"{path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
+                )
             if inside:
                 return self._from_inside(inside, arguments)
             if os.path.isdir(folder := os.path.join(place, BASE_FOLDER)):
@@ -421,8 +430,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 base, _ = load_named(str(path), named, arguments, checkpoint=place, config=config)
             return base
         else:
-            named = fetch | {"revision": revision or config.base_model_revision or "main"}
-            named |= {"subfolder": config.base_subfolder}
+            named = {**fetch, "revision": revision or config.base_model_revision or "main"}
+            named["subfolder"] = config.base_subfolder
             arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
             base, origin = load_named(locate_base(config, place), named, arguments, checkpoint=place, config=config)
         # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.

@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,8 @@ from transformers.utils import CONFIG_NAME
 
 from hf_drafthead.bases.errors import out_of_memory
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.files import edit_json, in_one_line, read_json
+from hf_drafthead.modeling.base_model import replacing
+from hf_drafthead.modeling.files import in_one_line, read_json
 from hf_drafthead.version import __version__
 
 SUMMARY = "training_summary.json"
@@ -120,13 +120,9 @@ def writing(folder: str | Path) -> Iterator[None]:
 
 
 def save_whole(
-    model: DraftHeadPreTrainedModel,
-    tokenizer: Any,
-    output: Path,
-    include_base: bool,
-    state_dict: dict[str, torch.Tensor] | None = None,
+    model: DraftHeadPreTrainedModel, tokenizer: Any, output: Path, state_dict: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Save heads, and the base if asked for, so that the folder always holds a complete model, the old or the new one.
+    """Save heads, and a trained base, so that the folder always holds a complete model, the old or the new one.
 
     Args:
         state_dict: the model's tensors, where it is spread over processes.
@@ -134,19 +130,10 @@ def save_whole(
     Raises:
         OSError: there is no space, or no permission to write.
     """
-    with writing(output), tempfile.TemporaryDirectory(dir=output, prefix=".saving-") as folder:
-        # a relative path of the base is relative to the folder, and this one is a level deeper
-        model.save_pretrained(folder, include_base=include_base, state_dict=state_dict)
-        tokenizer.save_pretrained(folder)
-        config = Path(folder) / "config.json"
-        name = read_json(config).get("base_model_name_or_path")
-        if name and name.split(os.sep)[0] == os.pardir:
-            edit_json(config, base_model_name_or_path=os.path.relpath(Path(folder) / name, output))
-        files = [file for file in Path(folder).rglob("*") if file.is_file()]
-        for file in sorted(files, key=lambda file: file.relative_to(folder) == Path("config.json")):
-            place = output / file.relative_to(folder)
-            place.parent.mkdir(exist_ok=True)
-            os.replace(file, place)
+    with writing(output):
+        model.save_pretrained(output, state_dict=state_dict)
+        with replacing(output) as folder:
+            tokenizer.save_pretrained(folder)
 
 
 def write_whole(file: Path, content: str | Iterable[bytes]) -> None:

@@ -45,7 +45,7 @@ from hf_drafthead.training.own_text import (
     rows_to_assume,
     write_own_text,
 )
-from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora
+from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora, naming_a_quantized_base
 from hf_drafthead.trees.calibrate import calibrate
 from hf_drafthead.trees.timing import training_advice
 
@@ -490,7 +490,8 @@ def _save(
         return
     if joint and settings.lora_rank:
         merge_lora(model)
-    record.save_whole(model, tokenizer, output, include_base=joint, state_dict=gathered)
+    with naming_a_quantized_base(model):
+        record.save_whole(model, tokenizer, output, state_dict=gathered)
     model.name_or_path = str(output)  # a push finds tokenizer and summary there
     record.write_whole(output / record.SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
     if find_spec("matplotlib"):

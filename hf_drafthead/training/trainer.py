@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Trainer, TrainerState
 from transformers.modeling_outputs import CausalLMOutput
@@ -20,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.modeling.adapters import add_adapter
+from hf_drafthead.modeling.adapters import add_adapter, without_adapters
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_recipe
 from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
@@ -30,8 +29,6 @@ from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share
 from hf_drafthead.training.record import refuse_weights_alone, writing
 
 logger = logging.get_logger(__name__)
-
-BASE_WEIGHTS = "trained_base.safetensors"  # beside a checkpoint's heads: the trained weights of the base
 
 
 class DraftHeadTrainer(Trainer):
@@ -243,32 +240,29 @@ class DraftHeadTrainer(Trainer):
             yield f"head{head}_top5", sum(ranks[:RANKS]) / total
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        if not (self.args.base_weight and self.args.should_save):
-            return
-        named = self.accelerator.unwrap_model(self.model).base.named_parameters()
-        tensors = {f"base.{name}": weight.detach().contiguous() for name, weight in named if weight.requires_grad}
-        save_file(tensors, Path(output_dir or self.args.output_dir) / BASE_WEIGHTS)
+        with naming_a_quantized_base(self.accelerator.unwrap_model(self.model)):
+            super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with writing(self.args.output_dir):
             super()._save_checkpoint(model, trial)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_base(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._load_base(Path(str(self.state.best_model_checkpoint)))
-
-    def _load_base(self, checkpoint: Path) -> None:
-        file = checkpoint / BASE_WEIGHTS
-        if self.args.base_weight and file.is_file():
-            self.accelerator.unwrap_model(self.model).load_state_dict(load_file(file), strict=False)
-
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """None: a checkpoint holds the heads only, so it is expected that the base's tensors are missing."""
+
+
+@contextmanager
+def naming_a_quantized_base(model: Any) -> Iterator[None]:
+    """Save heads with the name of a base that was quantized for their training, and not with a copy of it."""
+    quantizer, name = getattr(model.base, "hf_quantizer", None), model.config.base_model_name_or_path
+    if quantizer is None or quantizer.pre_quantized or not name:
+        yield
+        return
+    model.save_pretrained = functools.partial(model.save_pretrained, include_base=False, base_model=name)
+    try:
+        yield
+    finally:
+        del model.save_pretrained
 
 
 def _has_layers(drafter: nn.Module) -> bool:
@@ -311,13 +305,7 @@ def adapters_off(base: Any) -> Iterator[None]:
 
 def merge_lora(model: DraftHeadPreTrainedModel) -> None:
     """Merge the adapters into the base's weights and remove them: *exact* then refers to the merged base."""
-    base: Any = model.base
-    for name, layer in adapter_layers(base):
-        layer.merge()
-        parent, _, child = name.rpartition(".")
-        setattr(base.get_submodule(parent), child, layer.get_base_layer())
-    base._hf_peft_config_loaded = False
-    base.__dict__.pop("peft_config", None)
+    without_adapters(model.base)
 
 
 def adapter_layers(base: Any) -> list[tuple[str, Any]]:

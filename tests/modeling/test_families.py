@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, BitsAndBytesConfig, LlamaConfig, QuantoConfig
+from transformers import AutoConfig, LlamaConfig
 
 from hf_drafthead.modeling import (
     AmphistaConfig,
@@ -251,24 +251,6 @@ def test_rotary_frequencies_stay_exact_in_half_precision(model_class, fields, tm
     for one in (model, model_class.from_pretrained(tmp_path / "heads"), model.half(), model.double()):
         buffers = [buffer for name, buffer in one.drafter.named_buffers() if name.endswith("inv_freq")]
         assert buffers and all(torch.equal(buffer, exact) for buffer in buffers)
-
-
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        QuantoConfig(weights="int8"),
-        BitsAndBytesConfig(load_in_8bit=True),
-        {"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_skip_modules": ["lm_head"]},
-    ],
-    ids=["quanto", "bitsandbytes", "dict"],
-)
-def test_quantizing_a_model_with_its_base_spares_the_drafter(quantization):
-    config = MedusaForCausalLM.from_base(tiny_base()).config
-    spared = MedusaForCausalLM._sparing_the_drafter(config, quantization)
-    values = spared if isinstance(spared, dict) else vars(spared)
-    skipped = values.get("llm_int8_skip_modules") or values["modules_to_not_convert"]
-    assert "drafter" in skipped and any("lm_head" in name for name in skipped)
-    assert spared is not quantization and "drafter" not in str(quantization)
 
 
 @pytest.mark.parametrize(

@@ -134,9 +134,8 @@ def test_an_unknown_base_inside_a_checkpoint_is_refused_before_its_code_is_asked
     hostile.config(base_config__auto_map=AUTO_MAP)(path)
     for trust in (None, True):
         for load in LOADERS.values():
-            assert "no causal language model of transformers" in refusal(
-                lambda path, load=load, trust=trust: load(path, trust_remote_code=trust), path
-            )
+            message = refusal(lambda path, load=load, trust=trust: load(path, trust_remote_code=trust), path)
+            assert "(model type evil)" in message or "cannot be built from its config" in message
     assert not mark.exists()
 
 
@@ -169,7 +168,7 @@ def test_pickles_are_never_opened(good, tmp_path):
     (path / "adapter_config.json").unlink()
     (path / "model.safetensors").unlink()
     for load in LOADERS.values():
-        assert "holds pytorch_model.bin, a pickle, where model.safetensors is expected" in refusal(load, path)
+        assert "(a pickle such as pytorch_model.bin is never opened" in refusal(load, path)
     assert not mark.exists()
 
 

@@ -26,10 +26,9 @@ def test_every_family_reads_what_the_lm_head_reads(family, tmp_path):
     heads_output(model, IDS, IDS, None, None).loss.backward()
     base.save_pretrained(tmp_path / "base")
     for included in (False, True):
-        model.save_pretrained(tmp_path / f"{included}", include_base=included)
-        loaded = AutoModel.from_pretrained(
-            tmp_path / f"{included}", **({} if included else {"base_model": tmp_path / "base"}), dtype=torch.float64
-        )
+        named = {} if included else {"base_model": tmp_path / "base"}
+        model.save_pretrained(tmp_path / f"{included}", include_base=included, **named)
+        loaded = AutoModel.from_pretrained(tmp_path / f"{included}", dtype=torch.float64)
         for name, tensor in model.drafter.state_dict().items():
             assert torch.equal(loaded.drafter.state_dict()[name], tensor), name
 

@@ -1,4 +1,4 @@
-"""What was saved, loaded again, writes the text of what was saved; nothing is removed before its replacement is whole."""
+"""What was saved, loaded again, writes the text of what was saved; nothing goes before its replacement is whole."""
 
 import random
 import shutil

@@ -93,4 +93,4 @@ def test_what_was_saved_last_into_a_folder_is_what_loads(base, tmp_path, first, 
     again = AutoModel.from_pretrained(tmp_path / "heads", variant=variant)
     assert (next(again.drafter.parameters()) == 2.0).all()
     names = [{file.name for file in (tmp_path / name).iterdir()} for name in ("heads", "fresh")]
-    assert names[0] == names[1]
+    assert names[0] - {"base"} == names[1] - {"base"}  # a base is not removed: it may be the only copy
