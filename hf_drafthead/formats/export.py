@@ -71,7 +71,7 @@ def export_checkpoint(
     saved.fold_bias = fold_bias
     layout = _layout_for(saved, to)
     try:
-        if saved.base_tensors and not layout.holds_base:
+        if saved.base_tensors and not (layout.holds_base or saved.base):
             raise Loss(
                 "they were trained together with the base that lies with them, and the target only names a base",
                 "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
@@ -121,7 +121,7 @@ def _of_model(model: DraftHeadPreTrainedModel) -> SavedHeads:
     config = model.config
     name = config.name_or_path or type(model).__name__
     inside = model.base.state_dict() if config.base_included else {}
-    base = None if inside else config.base_model_name_or_path
+    base = _beside(name) if inside else config.base_model_name_or_path
     return SavedHeads(name, config, model.drafter.state_dict(), base, inside, model.base)
 
 
@@ -131,7 +131,14 @@ def _of_checkpoint(name: str, hub: dict[str, Any]) -> SavedHeads:
     tensors = read_tensors(name, hub)
     heads = {key.removeprefix("drafter."): tensor for key, tensor in tensors.items() if key.startswith("drafter.")}
     base = {key.removeprefix("base."): tensor for key, tensor in tensors.items() if key.startswith("base.")}
-    if config.base_included and not base:
-        base = read_tensors(name, {**hub, "subfolder": os.path.join(hub.get("subfolder") or "", BASE_FOLDER)})
-    named = None if config.base_included or not config.base_model_name_or_path else locate_base(config, name)
-    return SavedHeads(name, config, heads, named, base)
+    if config.base_included:
+        if not base:
+            base = read_tensors(name, {**hub, "subfolder": "/".join(filter(None, (hub.get("subfolder"), BASE_FOLDER)))})
+        return SavedHeads(name, config, heads, _beside(name), base)
+    return SavedHeads(name, config, heads, config.base_model_name_or_path and locate_base(config, name), base)
+
+
+def _beside(heads: str) -> str | None:
+    """The folder of a base that lies beside its heads, by which a target can name it; None where there is none here."""
+    folder = os.path.join(heads, BASE_FOLDER)
+    return os.path.abspath(folder) if os.path.isdir(folder) else None

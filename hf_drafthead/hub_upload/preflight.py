@@ -163,9 +163,7 @@ def load_again(folder: Path, dtype: torch.dtype) -> DraftHeadPreTrainedModel:
     if config.base_included:
         return cast(DraftHeadPreTrainedModel, family.from_pretrained(folder, dtype="auto"))
     # The code of the base may be remote, so that not even its shapes could be built here.
-    model, tensors = family._without_memory(str(folder), config, None, {"local_files_only": True})
-    model._fill(tensors, torch.device("cpu"), dtype)
-    return model
+    return cast(DraftHeadPreTrainedModel, family._heads_alone(str(folder), config, None, {}, None)[0].to(dtype))
 
 
 def check_card(folder: Path, shown: str) -> None:

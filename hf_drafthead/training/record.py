@@ -131,9 +131,9 @@ def save_whole(
         OSError: there is no space, or no permission to write.
     """
     with writing(output):
-        model.save_pretrained(output, state_dict=state_dict)
         with replacing(output) as folder:
             tokenizer.save_pretrained(folder)
+            model.save_pretrained(output, state_dict=state_dict, include_tokenizer=False)
 
 
 def write_whole(file: Path, content: str | Iterable[bytes]) -> None:

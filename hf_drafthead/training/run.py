@@ -320,7 +320,7 @@ def _rebuild(model: Any, **fields: Any) -> None:
     for name, value in fields.items():
         setattr(model.config, name, value)
     model.drafter = model.drafter_class(model.config)
-    model._attach(model.base)
+    model.attach(model.base)
     model.drafter.copy_from_base()
     if before.loaded:
         shapes = {name: tensor.shape for name, tensor in model.drafter.state_dict().items()}

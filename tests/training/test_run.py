@@ -355,8 +355,8 @@ def test_a_torn_checkpoint_is_passed_over(torn, tmp_path):
 def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    save_whole(model, tokenizer, tmp_path, include_base=False)
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    save_whole(model, tokenizer, tmp_path)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -365,8 +365,8 @@ def test_a_save_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
     with torch.no_grad():
         next(model.drafter.parameters()).add_(1.0)
     with pytest.raises(OSError, match="No space left"):
-        save_whole(model, tokenizer, tmp_path, include_base=False)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+        save_whole(model, tokenizer, tmp_path)
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 
 def test_a_disk_that_fills_up_costs_the_steps_since_the_last_checkpoint(place, tmp_path, monkeypatch, steps_taken):
