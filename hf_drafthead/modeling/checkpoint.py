@@ -27,6 +27,7 @@ from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.files import first_line, open_tensors, read_json, shortened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLE = "pytorch_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 NOT_ASKED = "it is not in the cache, and the Hub cannot be reached (offline mode, or no connection): connect and try "
