@@ -15,6 +15,7 @@ from hf_drafthead.cards import missing
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, read_heads_config, read_tensors
+from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.mtp import modules_counted
 
@@ -143,12 +144,17 @@ def find_base(name: str, revision: str | None, token: str | bool | None) -> tupl
 def check_weights(folder: Path, live: Mapping[str, Tensor] | None = None) -> None:
     """Refuse weights that are not finite, or that do not load again to the same tensors, `live` ones included."""
     loaded: dict[str, Tensor] | None = None
-    for name, tensor in read_tensors(str(folder)).items():
+    heads = read_tensors(str(folder))
+    beside = folder / BASE_FOLDER
+    base = read_tensors(str(beside)) if (beside / "config.json").is_file() else {}
+    for name, tensor in (heads | {f"{BASE_FOLDER}/{name}": tensor for name, tensor in base.items()}).items():
         if not torch.isfinite(tensor).all():
             raise ValueError(
                 f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or use an "
                 "earlier checkpoint."
             )
+        if name not in heads:
+            continue
         if loaded is None:
             loaded = dict(load_again(folder, tensor.dtype).state_dict())
         for other, where in ((loaded, "when it is loaded again"), (live, "than in the model that was saved")):

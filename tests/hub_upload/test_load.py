@@ -246,8 +246,9 @@ def test_a_busy_storage_says_whose_file_it_is(hub, base, heads, clients):
 def test_a_repository_without_heads(hub, base, clients):
     line = last_line(clients.run("MedusaForCausalLM.from_pretrained('org/base')"))
     assert line == (
-        "ValueError: 'org/base' is no drafthead_medusa checkpoint: its config.json has model_type 'llama'; to put new "
-        "heads on a base use from_base."
+        "ValueError: 'org/base' holds a 'llama' model without draft heads: give the folder of a draft-head checkpoint, "
+        "or its id on the Hub; to put new heads on a base use from_base; if these are heads in another project's "
+        "layout, give convert=True, or convert them once with `hf-drafthead convert`."
     )
     hub.add("org/empty", {"README.md": b"soon"})
     assert last_line(clients.run("MedusaForCausalLM.from_pretrained('org/empty')")).startswith(
@@ -261,8 +262,8 @@ def test_a_pickle_is_never_opened(hub, heads, clients):
     hub.add("org/heads", files)
     for loader in ("MedusaForCausalLM", "AutoModel"):
         assert last_line(load(clients, loader=loader)) == (
-            "OSError: 'org/heads' holds pytorch_model.bin, a pickle, where model.safetensors is expected: it is never "
-            "opened, for it can run code; ask its author to save the heads as safetensors."
+            "OSError: 'org/heads' holds no model.safetensors: save the model there again, or give the folder that has "
+            "it (a pickle such as pytorch_model.bin is never opened, for it can run code)."
         )
     assert not any(one.storage for one in hub.asked)
 

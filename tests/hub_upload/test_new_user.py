@@ -27,7 +27,7 @@ model = AutoModelForCausalLM.from_pretrained("org/heads", trust_remote_code=True
 tokenizer = AutoTokenizer.from_pretrained("org/heads", trust_remote_code=True)
 chat = [{"role": "user", "content": "abc?"}]
 given = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-out = model.generate(**given, max_new_tokens=12, return_dict_in_generate=True)
+out = model.generate(**given, max_new_tokens=12, return_dict_in_generate=True, draft_tree=[[0], [1]])
 print(json.dumps({
     "class": type(model).__name__,
     "same": out.sequences.equal(model.base.generate(**given, max_new_tokens=12)),

@@ -142,8 +142,8 @@ def test_a_checkpoint_with_its_base(folder, models):
     model = MedusaForCausalLM.from_pretrained(folder, base_model=models / "base")
     model.save_pretrained(folder, include_base=True)
     preflight.check_weights(folder, model.state_dict())
-    edit_weights(folder, lambda tensors: tensors["base.model.norm.weight"].fill_(float("nan")))
-    with pytest.raises(ValueError, match=r"'base.model.norm.weight' in .* holds NaN or infinity"):
+    edit_weights(folder / "base", lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
+    with pytest.raises(ValueError, match=r"'base/model.norm.weight' in .* holds NaN or infinity"):
         preflight.check_weights(folder)
 
 

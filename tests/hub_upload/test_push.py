@@ -108,11 +108,23 @@ def test_who_may_not_write_can_propose(hub, base, clients):
 
 def test_a_push_with_the_base_needs_no_other_repository(hub, base, clients):
     assert push(clients, include_base=True).code == 0
-    names = set(load(hub.repos["org/heads"].files()["model.safetensors"]))
-    assert {"base.model.norm.weight", "drafter.blocks.0.weight"} <= names
+    files = hub.repos["org/heads"].files()
+    names = [*load(files["model.safetensors"]), *load(files["base/model.safetensors"])]
+    assert {"model.norm.weight", "drafter.blocks.0.weight"} <= set(names)
     del hub.repos["org/base"]
     loaded = "model = AutoModel.from_pretrained('org/heads'); print(json.dumps(len(model.state_dict())))"
     assert clients.run(loaded).said == len(names)
+
+
+def test_a_trained_base_is_pushed_and_stays_whole_when_what_was_loaded_is_pushed_again(hub, base, clients):
+    train = "torch.nn.init.ones_(model.base.model.norm.weight); model.base.model.norm.weight.data.mul_(3)"
+    code = TRAINED + train + "; model.push_to_hub('org/heads', license='mit')"
+    assert clients.run(code, token="hf_owner", seed=0).code == 0
+    say = "print(json.dumps([model.base.model.norm.weight[0].item(), model.generate(torch.arange(4)[None]).tolist()]))"
+    again = "model = AutoModel.from_pretrained('org/heads'); model.push_to_hub('org/heads', commit_message='again');"
+    first, second = clients.run(again + say, token="hf_owner"), clients.run(again.split(";")[0] + "; " + say)
+    assert first.said == second.said and first.said[0] == 3.0, (first.err, second.err)
+    assert "base/model.safetensors" in hub.repos["org/heads"].files()
 
 
 def test_save_pretrained_publishes_in_the_same_way(hub, base, clients):
