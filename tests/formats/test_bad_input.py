@@ -500,14 +500,18 @@ def test_what_a_target_would_damage_is_refused(base, tmp_path, family, to, why):
 
 
 @pytest.mark.parametrize("to", ["tgi", "vllm"])
-def test_heads_that_were_trained_with_their_base_go_nowhere_without_it(base, tmp_path, to):
-    Family("medusa", MedusaForCausalLM).build(base).save_pretrained(tmp_path / "ours", include_base=True)
-    message = (
-        f"'...' cannot be written as '{to}': they were trained together with the base that lies with them, and the "
-        "target only names a base; save the base on its own (...)..."
+def test_heads_that_were_trained_with_their_base_are_written_for_the_base_that_lies_with_them(base, tmp_path, to):
+    model = Family("medusa", MedusaForCausalLM).build(base)
+    torch.nn.init.ones_(model.base.model.norm.weight).mul_(3)
+    model.save_pretrained(tmp_path / "ours")
+    export_checkpoint(tmp_path / "ours", tmp_path / "theirs", to)
+    if to == "tgi":
+        fields = json.loads((tmp_path / "theirs" / "config.json").read_text())
+        assert fields["base_model_name_or_path"] == str(tmp_path / "ours" / "base")
+    again = MedusaForCausalLM.from_pretrained(
+        tmp_path / "theirs", convert=True, base_model=tmp_path / "ours" / "base", dtype=torch.float32
     )
-    with refused(ValueError, message):
-        export_checkpoint(tmp_path / "ours", tmp_path / "theirs", to)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 def test_a_target_that_the_family_has_no_form_in(base, tmp_path):
