@@ -42,6 +42,26 @@ def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
             yield from hooks_of(module)
 
 
+def changed_by_training(module: nn.Module) -> str | None:
+    """What makes a model in training mode compute something else than in eval mode; None if nothing does.
+
+    A base without dropout computes the same, and rollouts of reinforcement learning leave it in training mode.
+    """
+    for part in parts(module) if isinstance(module, nn.Module) else ():
+        if not part.training:
+            continue
+        if isinstance(part, (nn.modules.batchnorm._NormBase, nn.RReLU)) or getattr(
+            part, "gradient_checkpointing", False
+        ):
+            return f"{type(part).__name__} in training mode"
+        rates = {name: value for name, value in vars(part).items() if "drop" in name or "jitter" in name}
+        rates |= {"p": part.p} if isinstance(part, nn.modules.dropout._DropoutNd) else {}
+        for name, rate in rates.items():
+            if isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0:
+                return f"{name}={rate:g} of {type(part).__name__}"
+    return None
+
+
 def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
     """The hooks of a module that are the user's own, and their numbers, which are not given twice."""
     hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())

@@ -11,7 +11,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from transformers import GenerationConfig, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode, StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -19,7 +18,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.hooks import is_hooked, parts
+from hf_drafthead.bases.hooks import changed_by_training, is_hooked
 from hf_drafthead.bases.limits import check_length
 from hf_drafthead.bases.ordinary_caches import can_load, rows_of
 from hf_drafthead.bases.output_layer import probe_tokens
@@ -327,9 +326,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
     def _base_reader(self) -> BaseReader:
         """How to run this base, probed once for each base and what its answers depend on."""
         base = self.base
-        drafter = parts(self.drafter) if isinstance(self.drafter, nn.Module) else (self.drafter,)
-        if base.training or any(module.training for module in drafter):
-            raise Unsupported("the model is in training mode, call model.eval() first")
+        if changed := changed_by_training(base) or changed_by_training(self.drafter):
+            raise Unsupported(f"the model is in training mode, which changes what it computes ({changed}): call eval()")
         probed, readers = self.__dict__.get("_readers", ((), {}))
         asked = (base, base.get_output_embeddings())  # an adapter may replace the second
         if [*map(id, probed)] != [*map(id, asked)]:  # by identity, which a copy of the whole model keeps

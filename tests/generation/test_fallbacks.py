@@ -105,6 +105,33 @@ def test_a_base_in_training_mode(fallbacks):
     assert fallbacks == []
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3.5", "qwen3.5-moe"])
+def test_a_base_in_training_mode_without_dropout_drafts(name, fallbacks):
+    base = tiny_base(name, dtype=torch.float32)
+    model = next(family for family in FAMILIES if family.name.startswith("hydra")).build(base).train()
+    call = {**prompt(), "max_new_tokens": 9, "eos_token_id": None}
+    found = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
+    assert found.accepted_lengths is not None and fallbacks == [] and model.base.training
+    assert torch.equal(found.sequences, base.generate(**call)) and torch.equal(
+        found.sequences, base.eval().generate(**call)
+    )
+
+
+@pytest.mark.parametrize("change", ["gradient_checkpointing", "a dropout", "a norm"])
+def test_a_base_that_training_changes_decodes_by_itself(change, fallbacks):
+    base = tiny_base("llama")
+    model = FAMILIES[0].build(base)
+    if change == "gradient_checkpointing":
+        base.model.layers[0].gradient_checkpointing = True
+    else:
+        base.model.layers[0].more = torch.nn.Dropout(0.1) if change == "a dropout" else torch.nn.BatchNorm1d(3)
+    assert model.train().generate(**prompt(), max_new_tokens=3, draft_tree=TREE) is not None
+    assert len(fallbacks) == 1 and "in training mode, which changes what it computes" in fallbacks[0]
+    fallbacks.clear()
+    model.eval().generate(**prompt(), max_new_tokens=3, draft_tree=TREE)
+    assert fallbacks == []
+
+
 def test_a_drafter_in_training_mode(fallbacks):
     base = shared_base("llama")
     family = next(family for family in FAMILIES if family.name.startswith("hydra"))
