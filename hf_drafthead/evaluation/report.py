@@ -121,6 +121,8 @@ def _pace_in_words(measurement: Measurement) -> str:
     if measurement.speedup >= 1.05:
         return "faster than the base"
     pace = "slower than the base" if measurement.speedup < 0.95 else "as fast as the base"
+    if measurement.calibrated:  # then the tree is the best there is, or there is none
+        return pace + ", with the tree that was calibrated here" + ("" if measurement.captured else "; try --captured")
     return pace + "; calibrate (`hf-drafthead calibrate`)" + ("" if measurement.captured else ", or --captured")
 
 

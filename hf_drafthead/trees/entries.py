@@ -88,6 +88,16 @@ def matching(entries: Sequence[dict[str, Any]], key: CalibrationKey) -> dict[str
     return next((entry for entry in entries if CalibrationKey.of_entry(entry) == key), None)
 
 
+def is_calibrated(model: Any, rows: int, captured: bool = False) -> bool:
+    """Whether there is an entry for calls of a model on this machine, of so many rows, compiled or not."""
+    entries = getattr(model.generation_config, "calibration", None) or []
+    graphs = model.base.device.type == "cuda"
+    execution = "compiled" if captured else "recorded" if graphs else "eager"
+    return (
+        bool(entries) and matching(entries, CalibrationKey.of(model.base, model.drafter, rows, execution)) is not None
+    )
+
+
 def nearest(entries: Sequence[dict[str, Any]], key: CalibrationKey) -> dict[str, Any] | None:
     """The entry of these heads that is a first choice for a key; None if there is none.
 

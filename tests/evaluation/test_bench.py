@@ -17,6 +17,7 @@ from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
 from hf_drafthead.generation import StepRecord, step
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.entries import CalibrationKey
 from tests.checkpoints import TREE, save_base, save_heads
 
 TREE = DraftTree(TREE)
@@ -207,6 +208,9 @@ def test_a_verdict_says_what_a_speedup_means(loaded):
         (0.65, "medusa: 0.65x: slower than the base; calibrate (`hf-drafthead calibrate`), or --captured."),
     ):
         assert report.verdicts([dataclasses.replace(found, speedup=speedup)]) == [words]
+    calibrated = dataclasses.replace(found, speedup=1.02, calibrated=True)
+    told = "medusa: 1.02x: as fast as the base, with the tree that was calibrated here; try --captured."
+    assert report.verdicts([calibrated]) == [told]
     paused = dataclasses.replace(found, speedup=1.8, tree_nodes=8, drafting_share=0.25, tokens_per_drafting_step=1.5)
     drafting = "25 % of the steps drafted 8 nodes and emitted 1.50 tokens each, the others 1."
     assert report.verdicts([paused]) == [f"medusa: 1.80x: faster than the base. {drafting}"]
@@ -215,6 +219,14 @@ def test_a_verdict_says_what_a_speedup_means(loaded):
         "medusa: 0.65x: slower than the base; calibrate (`hf-drafthead calibrate`). "
         "The check of exactness is --dtype float32."
     ]
+
+
+def test_a_measurement_knows_whether_its_calls_were_calibrated(loaded, monkeypatch):
+    model = loaded[0]
+    key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
+    monkeypatch.setattr(model.generation_config, "calibration", [{**key._asdict(), "tree": [[0]]}], raising=False)
+    (one,), (two,) = measured(loaded, PROMPTS[:1]), measured(loaded, PROMPTS[:1], batch_sizes=[2])
+    assert one.calibrated and not two.calibrated
 
 
 @pytest.mark.parametrize("stage", measurement.STAGES)
