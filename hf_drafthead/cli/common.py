@@ -4,6 +4,7 @@ import functools
 import inspect
 import io
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -76,6 +77,9 @@ def check_writable(option: typer.CallbackParam, path: Path | None) -> Path | Non
 ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its Hub id.")]
 ModelNames = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are set side by side.")]
 Template = Annotated[Path | None, string("Jinja file to use as template, or `vicuna`.", "FILE", "--chat-template")]
+TemplateValues = Annotated[
+    str | None, string('Of the chat template, as {"enable_thinking": false}.', "JSON", "--chat-template-kwargs")
+]
 TREE_HELP = "Draft tree: a published one's name, rank paths as JSON, a JSON file, dynamic, auto, or lookup."
 TreeOptions = Annotated[
     list[str] | None,
@@ -90,6 +94,7 @@ class Loading:
     """The options of every command that loads a model: how it is loaded."""
 
     chat_template: Template = None
+    chat_template_kwargs: TemplateValues = None
     device: Annotated[str | None, string("cpu, cuda, cuda:1, mps, auto (all GPUs); by default all GPUs.", "NAME")] = (
         None
     )
@@ -101,12 +106,12 @@ class Loading:
         """What loads a model, in eval mode, and its tokenizer, from a folder or id, once the options are checked."""
         from hf_drafthead.evaluation.loading import load, load_arguments
 
-        template = read_template(self.chat_template)
+        template, values = read_template(self.chat_template), self.chat_template_kwargs
         arguments = load_arguments(self.dtype, self.device, self.base_model, self.trust_remote_code)
 
         def load_model(name: str) -> tuple[Any, Any]:
             model, tokenizer = load(name, **arguments)
-            tokenizer.chat_template = template or tokenizer.chat_template
+            tokenizer.chat_template = with_values(template or tokenizer.chat_template, values)
             return model.eval(), tokenizer
 
         return load_model
@@ -217,6 +222,38 @@ def read_template(path: Path | None) -> str | None:
     if not path.is_file() and not shipped.is_file():
         raise OSError(f"there is no chat template {str(path)!r}: give a Jinja file, or 'vicuna' for that of Vicuna.")
     return read_text(path) if path.is_file() else shipped.read_text(encoding="utf-8")
+
+
+def template_values(text: str | None) -> dict[str, Any]:
+    """The variables that `--chat-template-kwargs` gives a chat template."""
+    try:
+        values = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict) or not all(name.isidentifier() for name in values):
+        raise ValueError(
+            f'--chat-template-kwargs {str(text)[:40]!r} is no JSON object: give {{"enable_thinking": false}}.'
+        )
+    return values
+
+
+def with_values(template: Any, text: str | None) -> Any:
+    """A chat template in which variables have these values, where nobody gives them others.
+
+    >>> with_values("{{ messages }}{{ x }}", '{"x": 1}')
+    '{%- if x is not defined -%}{%- set x = 1 -%}{%- endif -%}{{ messages }}{{ x }}'
+    """
+    if not (values := template_values(text)):
+        return template
+    if isinstance(template, dict):
+        return {name: with_values(each, text) for name, each in template.items()}
+    for name, value in values.items():
+        if not re.search(rf"\b{name}\b", template or ""):
+            what = "the chat template does not read it" if template else "there is no chat template"
+            raise ValueError(f"--chat-template-kwargs names {name!r}, but {what}: leave it out.")
+        set_it = f"{{%- set {name} = {value!r} -%}}"
+        template = f"{{%- if {name} is not defined -%}}{set_it}{{%- endif -%}}{template}"
+    return template
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:

@@ -36,6 +36,7 @@ def run_distill(
     seed: Annotated[int, count("Seed of the sampling.", 0)] = 0,
     split: Annotated[str, string("Of a data set.")] = "train",
     chat_template: common.Template = None,
+    chat_template_kwargs: common.TemplateValues = None,
     json_path: common.Json = None,
 ) -> None:
     """Generate the base's own answers to train heads on, to the prompts of the data or to questions of its own.
@@ -70,11 +71,13 @@ def run_distill(
         room.check_it_can_write(str(model), template)
     if endpoint is None:
         answers, tokenizer = room.load_model(str(model), state.device)
-        tokenizer.chat_template = template or tokenizer.chat_template
+        tokenizer.chat_template = common.with_values(template or tokenizer.chat_template, chat_template_kwargs)
         options |= {"batch_size": batch_size, "max_length": max_length}
     else:
-        answers = Server(endpoint, str(served_model), retries)
+        answers = Server(endpoint, str(served_model), retries, common.template_values(chat_template_kwargs))
         tokenizer = None if model is None else room.tokenizer_of(model)
+        if tokenizer is not None and chat_template_kwargs:
+            tokenizer.chat_template = common.with_values(tokenizer.chat_template, chat_template_kwargs)
         options["batch_size"] = concurrency
     with common.bar(synthesize or len(rows)) as begin:
         tell = begin("answering" if synthesize is None else "writing")
@@ -126,6 +129,7 @@ def train(
     streaming: Annotated[bool, flag("--streaming", "Read the data while training.")] = False,
     split: Annotated[str, string("Of a data set.", "NAME")] = "train",
     chat_template: common.Template = None,
+    chat_template_kwargs: common.TemplateValues = None,
     held_out_rows: Annotated[int | None, count("Rows to evaluate on; by default a tenth of them, at most 64.")] = None,
     answer_tokens: Annotated[int, count("Tokens of the answers from which the expected speed is computed.", 2)] = 128,
     answer_temperature: Annotated[float, amount("Of these answers; 0 is greedy.")] = 0.0,
@@ -147,6 +151,7 @@ def train(
 
     from hf_drafthead.evaluation.loading import floating_type
     from hf_drafthead.formats.door import OURS, recognize, start_from
+    from hf_drafthead.modeling.gguf_files import load_tokenizer
     from hf_drafthead.training.arguments import sort_options
     from hf_drafthead.training.run import train_heads
 
@@ -157,6 +162,8 @@ def train(
         heads, base, family = start.folder, start.base, start.family
     if base is None or family is None:
         raise ValueError("--base and --family are missing: give both, or --from with trained heads.")
+    if chat_template_kwargs:
+        template = common.with_values(template or load_tokenizer(base).chat_template, chat_template_kwargs)
     fields, arguments = sort_options(family, said)
     load: dict[str, Any] = {"dtype": floating_type(dtype)}
     if load_in_4bit:

@@ -117,7 +117,12 @@ def _writer(
 ) -> tuple[Writer, dict[str, Any]]:
     """Who answers, and what the rows depend on."""
     if isinstance(model, Server):  # which decides by itself how long a text may be
-        return ServerWriter(model, tokenizer, Sampling(**settings)), {"endpoint_model": model.model, **settings}
+        asked = {"chat_template_kwargs": model.template_values} if model.template_values else {}
+        return ServerWriter(model, tokenizer, Sampling(**settings)), {
+            "endpoint_model": model.model,
+            **asked,
+            **settings,
+        }
     base = getattr(model, "base", model)
     positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and max_length is not None and max_length > positions:

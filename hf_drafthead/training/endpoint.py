@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -51,6 +51,7 @@ class Server:
         model: as the server calls it.
         retries: how often a request that failed (no connection, no answer in time, too many requests, an error of the
             server) is sent again, after a pause that doubles, before the run ends.
+        template_values: variables that the server's chat template reads.
 
     Raises:
         OSError: the package `openai` is missing.
@@ -59,6 +60,7 @@ class Server:
     url: str
     model: str
     retries: int = 8
+    template_values: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if find_spec("openai") is None:
@@ -185,6 +187,8 @@ class ServerWriter(Writer):
         else:
             messages = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
             settings |= {"tools": task.tools} if task.tools else {}
+            if self.server.template_values:
+                settings["extra_body"] = {"chat_template_kwargs": self.server.template_values}
             done = await self._client.chat.completions.create(messages=messages, **settings)
         message, words, ended, tokens = self._choice(done, settings["max_tokens"])
         if ended and self.chats is not None and self.chats.end_of_turn.strip():  # some servers return it

@@ -6,12 +6,17 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hf_drafthead.training.answers import Sampling, Writer
+import torch
+
+from hf_drafthead.bases.output_layer import probe_tokens
+from hf_drafthead.training.answers import ONE_TEXT, Sampling, Writer
 from hf_drafthead.training.distill import distill
 from hf_drafthead.training.examples import PreparedData, longest_text_of
 
 OWN_CHATS, MOST_CHATS = 2000, 200_000  # to write; where the hours end the writing
 ASSUMED_LENGTH = 256  # tokens of a row that is not written yet
+ANSWER_TOKENS, QUESTION_TOKENS = (32, 64, 128, 256, 512), 96  # at most, of which the first is taken where hours are few
+ROWS, TRIED = 32, 8  # at once, and tokens after which the clock is looked at
 FILE = "own.jsonl"  # in the folder of the heads
 Bar = Callable[[int], AbstractContextManager[Callable[[str], Callable[[], None]]]]
 
@@ -60,11 +65,25 @@ def write_own_text(
     amount = f"{count:,} {kind}" if seconds is None or chats else f"{kind} for {seconds / 60:.0f} min"
     without = "" if kind == "chats" else ", for its tokenizer has no chat template"
     say(f"the base writes {amount} into {file}{without}")
+    tokens = ANSWER_TOKENS[-1] if seconds is None or chats else fitting_tokens(model, seconds)
     with nullcontext(None) if bar is None else bar(count) as begin:
         progress = None if begin is None else begin("writing")
-        report = distill(model, tokenizer, count, file, seconds=seconds, max_length=max_length, progress=progress)
+        limits: dict[str, Any] = {"seconds": seconds, "max_length": max_length, "max_new_tokens": tokens}
+        report = distill(model, tokenizer, count, file, progress=progress, **limits)
     say(str(report))
     return time.monotonic() - start
+
+
+def fitting_tokens(model: Any, seconds: float) -> int:
+    """Of an answer: fewer where the first questions and their answers would take longer than there is time."""
+    base: Any = getattr(model, "base", model)
+    prompt = probe_tokens(base)[None, :8].expand(ROWS, -1)
+    start = time.perf_counter()
+    base.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TRIED, min_new_tokens=TRIED, **ONE_TEXT
+    )
+    fitting = seconds * TRIED / (time.perf_counter() - start) - QUESTION_TOKENS
+    return max((tokens for tokens in ANSWER_TOKENS if tokens <= fitting), default=ANSWER_TOKENS[0])
 
 
 def rows_to_assume(model: Any, count: int) -> PreparedData:
