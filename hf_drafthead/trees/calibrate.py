@@ -412,8 +412,8 @@ def interval_of(logs: Sequence[float], texts: int) -> list[float] | None:
     Args:
         logs: of how many times as fast, of pairs of calls on so many texts in turn.
 
-    >>> [round(end, 2) for end in interval_of([0.1, 0.3, 0.2, 0.1, 0.3, 0.2], 3)]
-    [0.97, 1.54]
+    >>> tuple(round(end, 2) for end in interval_of([0.1, 0.3, 0.2, 0.1, 0.3, 0.2], 3))
+    (1.02, 1.46)
     """
     by_text = [statistics.mean(logs[text::texts]) for text in range(min(texts, len(logs)))]
     if len(by_text) < 2:
