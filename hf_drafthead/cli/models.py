@@ -200,7 +200,7 @@ def info(
 
 def what_else(model: str) -> dict[str, str] | None:
     """What `info` says of an id that is no checkpoint of this library, without its weights; None of one that is."""
-    from hf_drafthead.formats.door import BASE, DRAFTER, recognize
+    from hf_drafthead.door import BASE, DRAFTER, recognize
 
     try:
         found = recognize(model)

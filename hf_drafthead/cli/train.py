@@ -149,8 +149,8 @@ def train(
     from accelerate import PartialState
     from datasets import disable_progress_bars
 
+    from hf_drafthead.door import OURS, recognize, start_from
     from hf_drafthead.evaluation.loading import floating_type
-    from hf_drafthead.formats.door import OURS, recognize, start_from
     from hf_drafthead.modeling.gguf_files import load_tokenizer
     from hf_drafthead.training.arguments import sort_options
     from hf_drafthead.training.run import train_heads

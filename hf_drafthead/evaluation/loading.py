@@ -10,8 +10,8 @@ from transformers import AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import size_of_heads, static_tree
+from hf_drafthead.door import DRAFTER, from_pretrained, recognize
 from hf_drafthead.evaluation.calls import draft, drafted
-from hf_drafthead.formats.door import DRAFTER, from_pretrained, recognize
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig

@@ -3,7 +3,6 @@
 from transformers import AutoConfig
 
 from hf_drafthead.formats.convert import Conversion, convert_checkpoint, converted
-from hf_drafthead.formats.door import from_pretrained, recognize
 from hf_drafthead.formats.export import Export, export_checkpoint
 from hf_drafthead.formats.gguf import unpack_gguf
 from hf_drafthead.formats.medusa import MedusaVllmConfig
@@ -11,5 +10,5 @@ from hf_drafthead.formats.mtp import own_modules
 
 AutoConfig.register(MedusaVllmConfig.model_type, MedusaVllmConfig, exist_ok=True)
 
-__all__ = ["Conversion", "Export", "convert_checkpoint", "converted", "export_checkpoint", "from_pretrained"]
-__all__ += ["own_modules", "recognize", "unpack_gguf"]
+__all__ = ["Conversion", "Export", "convert_checkpoint", "converted", "export_checkpoint"]
+__all__ += ["own_modules", "unpack_gguf"]

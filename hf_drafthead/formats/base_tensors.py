@@ -19,13 +19,7 @@ ROWS_AT_ONCE = 4096
 
 
 def base_tensor(base: str | nn.Module | Mapping[str, Tensor], which: str, revision: str | None = None) -> Tensor | None:
-    """The base's input embeddings or lm_head (V, H) as plain numbers, if they are on this machine; else None.
-
-    Args:
-        base: a loaded model, its tensors, a folder, or a Hub id whose files are in the cache.
-        which: INPUT or OUTPUT.
-        revision: of a Hub id.
-    """
+    """The base's input embeddings or lm_head (V, H) as plain numbers, if they are on this machine; else None."""
     if isinstance(base, nn.Module):
         model: Any = base
         weight = (model.get_input_embeddings() if which == INPUT else model.get_output_embeddings()).weight

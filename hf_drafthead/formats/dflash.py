@@ -247,17 +247,9 @@ def _read(
     fields: Mapping[str, Any],
     base: str | None,
 ) -> Heads:
-    """A block drafter.
+    """A block drafter, by what the layout says of it (`form`); where that is None, the fields that the user sets count.
 
-    Args:
-        layer: config of the decoder layers.
-        form: what the layout says of `feature_layers`, `block_size`, `mask_token_id`, `sample_from_anchor` and
-            `causal` (True, False, or "sliding" for those layers); None where it says nothing.
-        fields: that the user sets, in place of what the layout does not say.
-        base: that the layout names.
-
-    Raises:
-        ValueError: something is not said, a tensor is missing or of another shape, or it is another kind of drafter.
+    `causal` there is True, False, or "sliding" for those layers.
     """
     named = {key.replace("_codebook.weight", "_codebook"): tensor for key, tensor in source.tensors.items()}
     reader, config = Reader(source.name, named), source.config

@@ -141,11 +141,7 @@ def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_pickle(file: str) -> dict[str, Tensor]:
-    """The tensors of a file that `torch.save` wrote; nothing but tensors is ever built from it.
-
-    Raises:
-        OSError: it is cut off, is no such file, holds code, or holds something else than tensors.
-    """
+    """The tensors of a file that `torch.save` wrote; nothing but tensors is ever built from it."""
     with open(file, "rb") as opened:
         start = opened.read(16)
     if start.startswith(b"version https://"):

@@ -125,10 +125,6 @@ def folded_embeddings(saved: SavedHeads) -> tuple[Tensor, str]:
 
     EAGLE's bias of fc is moved into them, for engines that drop it: fc reads [e; h], so W_e e + W_h h + b =
     W_e (e + d) + W_h h with W_e d = b: the same d is added to every embedding.
-
-    Raises:
-        Loss: the base's embeddings are not on this machine, or the sums, rounded to that type, change the bias by more
-            than a hundredth.
     """
     embeddings = read_base_tensor(saved, INPUT)
     weight, bias = saved.tensors["fc.weight"], saved.tensors["fc.bias"].double()

@@ -238,18 +238,7 @@ def _prefixes(first: str, layers: int) -> Prefixes:
 def read_pair_head(
     layout: Layout, source: Source, layer: Mapping[str, Any], flags: dict[str, Any], base: str | None
 ) -> Heads:
-    """An EAGLE-3 head; its sizes, number of layers and norms are those of the tensors.
-
-    Args:
-        layout: that it is in.
-        source: of the file.
-        layer: config of the decoder layer, with a Llama's fields, among which are those of the head too.
-        flags: config fields that no tensor tells: `feature_layers`, `norm_before_residual`, `norm_output`.
-        base: the base that the layout names.
-
-    Raises:
-        ValueError: a tensor is missing or of another shape, or the draft vocabulary is lost.
-    """
+    """An EAGLE-3 head; its sizes, number of layers and norms are those of the tensors."""
     reader, config = Reader(source.name, source.tensors), source.config
     first = layer_prefix(source.tensors)
     assert first is not None
@@ -349,11 +338,7 @@ def read_vocabulary(reader: Reader, layer: Mapping[str, Any]) -> int:
 
 
 def read_draft_tokens(reader: Reader, draft_size: int, vocab_size: int) -> dict[str, Joined]:
-    """The base's id of each token of the draft vocabulary (D,), by its name here; nothing where that is the base's.
-
-    Raises:
-        ValueError: neither d2t nor t2d is there, or they disagree: with a wrong map every guess is a wrong token.
-    """
+    """The base's id of each token of the draft vocabulary (D,), by its name here; nothing where that is the base's."""
     if draft_size == vocab_size:
         if "d2t" in reader and reader.take("d2t").any():
             raise ValueError(

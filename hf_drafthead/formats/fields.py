@@ -115,10 +115,6 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
     """What a config.json says, nested objects of the head's fields laid flat; a field that may change it is refused.
 
     A layout that is in no row of the table has a base's config, which is what the file says.
-
-    Raises:
-        ValueError: a field is said twice in different ways, or is not known and has a value; or the heads are of a kind
-            that no family here has.
     """
     name, config = source.name, source.config
     if layout not in TABLE:
@@ -226,18 +222,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def read_layer_config(
     reader: Reader, prefix: str, config: Mapping[str, Any], hidden_size: int, vocab_size: int, layers: int = 1
 ) -> PreTrainedConfig:
-    """The config of layers whose tensors stand under a prefix; sizes are those of the tensors, and noted if others.
-
-    Args:
-        reader: of the file.
-        prefix: of the first layer.
-        config: of the draft head, a Llama's fields.
-        hidden_size, vocab_size: of what the layer gives out, and of the base.
-        layers: how many there are.
-
-    Raises:
-        ValueError: there is no config, or a value in it that no layer can have.
-    """
+    """The config of layers whose tensors stand under a prefix; sizes are those of the tensors, and noted if others."""
     if not config.get("num_attention_heads"):
         raise ValueError(
             f"{reader.name!r} has no config.json that says num_attention_heads: tensors do not tell into how many "
@@ -281,11 +266,7 @@ def read_layer_config(
 
 
 def layer_types(name: str, config: Mapping[str, Any], layers: int) -> tuple[list[str], int | None]:
-    """Which of so many layers see a window, as projects say it, and how wide it is.
-
-    Raises:
-        ValueError: it is not said which of them, or they are of another kind.
-    """
+    """Which of so many layers see a window, as projects say it, and how wide it is."""
     slides = flag(name, config, "use_swa")
     window = config.get("swa_window_size") if slides and config.get("swa_window_size") else config.get("sliding_window")
     kinds = list(config.get("layer_types") or [])
@@ -317,11 +298,7 @@ def _by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
-    """The rotary parameters of layers of these types.
-
-    Raises:
-        ValueError: they are said twice, or differ between the types.
-    """
+    """The rotary parameters of layers of these types."""
     parameters: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)

@@ -142,17 +142,7 @@ def _unpacked(tensor: Any) -> Tensor:
 
 
 def gguf_blocks(place: str, file: str, first: int, hub: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of the blocks from number `first` on, unpacked, under the names that DeepSeek's files would have.
-
-    Args:
-        place, file: folder or Hub id, and the GGUF file there.
-        first: of the blocks, the base having as many layers.
-        hub: keyword arguments of a download.
-
-    Raises:
-        OSError: the package gguf is missing, or the file cannot be read.
-        ValueError: a tensor has a name that is not known, or the architecture is another than Qwen's.
-    """
+    """The tensors of the blocks from number `first` on, unpacked, under the names that DeepSeek's files would have."""
     tensors: dict[str, Tensor] = {}
     _, said, stored = _opened(place, file, hub)
     named, kind = os.path.join(place, file), said["general.architecture"]
@@ -182,12 +172,7 @@ def gguf_blocks(place: str, file: str, first: int, hub: Mapping[str, Any]) -> di
 
 
 def gguf_source(name: str, hub: Mapping[str, Any]) -> Source:
-    """A drafter in a GGUF file, with names and config as the other layouts have them.
-
-    Raises:
-        OSError: the package gguf is missing, or the file cannot be read.
-        ValueError: it is no drafter of llama.cpp, or says or holds something that is not known here.
-    """
+    """A drafter in a GGUF file, with names and config as the other layouts have them."""
     place, file = split_gguf(name)
     path, said, stored = _opened(place, file or "", hub)
     kind = said.get("general.architecture")

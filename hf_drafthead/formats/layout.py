@@ -239,14 +239,9 @@ class Layout(ABC):
 
     @abstractmethod
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
-        """The heads under this library's names.
+        """The heads under this library's names; a ValueError where a tensor or a field is not as the layout has it.
 
-        Args:
-            source: the file.
-            fields: of the config that the user has set: they settle what a layout leaves open.
-
-        Raises:
-            ValueError: a tensor is missing, unknown or of another shape, or the family here has no form for it.
+        fields: of the config that the user has set: they settle what a layout leaves open.
         """
 
     def write(self, saved: SavedHeads, target: str) -> Files:

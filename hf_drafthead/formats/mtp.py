@@ -1,18 +1,8 @@
 """The modules for multi-token prediction as they lie in a base's own repository, where transformers drops them.
 
-Names by architecture, of module i of a base of n layers, behind `model.` or `model.language_model.`:
-
-    DeepSeek, GLM, Hunyuan    layers.{n+i}.{enorm, hnorm, eh_proj, shared_head.norm, shared_head.head, embed_tokens}
-    Step                      layers.{n+i}.{enorm, hnorm, eh_proj, transformer.shared_head.{norm, output}}
-    Qwen, EXAONE, Mellum      mtp.{fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm}, mtp.layers.{i}.
-    MiMo                      mtp_layers.{i}.{token_layernorm, hidden_layernorm, input_proj, final_layernorm}
-    MiMo-V2                   mtp.layers.{i}.{enorm, hnorm, eh_proj, final_layernorm, pre_mlp_layernorm}
-    ERNIE                     mtp_{emb_norm, hidden_norm, linear_proj, block}.{i}.
-    Nemotron-H                mtp.layers.0.{enorm, hnorm, eh_proj}, mtp.layers.{last}.final_layernorm
-    LongCat                   mtp.layers.0.{enorm.m, hnorm.m, eh_proj, transformer_layer.mlp}, mtp.{norm, embed_tokens}
-
-and the block beside them under the names of the base's layers. The speculators library saves a module that was trained
-further under MiMo's names, embedding first.
+What they are called, by architecture, is in NAMES: parts that join an embedding and a hidden state, behind `model.` or
+`model.language_model.`, and the block beside them under the names of the base's layers. The speculators library saves
+a module that was trained further under MiMo's names, embedding first.
 """
 
 import os
@@ -118,22 +108,17 @@ class StoredModules:
     ours: dict[str, tuple[int, str]]
 
     def tensors(self) -> list[dict[str, Tensor]]:
-        """By module, under the names here; FP8 is unpacked, in blocks as wide as its scales say.
-
-        Raises:
-            OSError: a file cannot be read.
-            ValueError: a tensor is in a type that is no number, such as packed 4-bit weights, or has scales of another
-                form.
-        """
+        """By module, under the names here; FP8 is unpacked, in blocks as wide as its scales say."""
         stored: dict[str, Tensor] = {}
         for file in sorted(set(self.files.values())):
             opened = _tensors_of(file)
             stored |= {key: opened[key] for key, holder in self.files.items() if holder == file}
         scales = {key + end: stored[key + end] for key in stored for end in SCALES if key + end in stored}
-        of_inputs = {
-            key for key in stored if key.endswith("input_scale")
-        }  # of activations, which are not quantized here
-        plain = {key: place for key, place in self.ours.items() if key not in scales and key not in of_inputs}
+        left_out = {
+            *scales,
+            *(key for key in stored if key.endswith("input_scale")),
+        }  # of activations, not quantized here
+        plain = {key: place for key, place in self.ours.items() if key not in left_out}
 
         def unpacked(key: str) -> Tensor:
             scale = next((scales[key + end] for end in SCALES if key + end in scales), None)
@@ -166,17 +151,7 @@ class StoredModules:
 
 
 def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> StoredModules | None:
-    """The modules that a repository holds, by its index alone; None if it holds none.
-
-    Args:
-        place: folder or Hub id.
-        text: text config of the base.
-        hub: keyword arguments of every download. Of shards only those that hold modules are fetched.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-        ValueError: the modules are of a form that no family here has.
-    """
+    """The modules that a repository holds, by its index alone; None if it holds none."""
     shards = _shards(place, hub)
     indexed = modules_in(shards, text)
     if indexed is None:
@@ -205,13 +180,7 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
 def modules_in(
     keys: Iterable[str], text: PreTrainedConfig, *only: Names
 ) -> tuple[int, dict[str, tuple[int, str]]] | None:
-    """How many modules there are among tensors of these names, and by name the module and the name here; None if none.
-
-    Args:
-        keys: names of tensors.
-        text: text config of the base.
-        only: under which names; by default under those of the base's architecture, else under any.
-    """
+    """How many modules there are among tensors of these names, and by name the module and the name here; None if none."""
     keys = list(keys)
     for names in only or (NAMES.get(text.model_type, DEEPSEEK), DEEPSEEK, QWEN, MIMO, MIMO_V2, ERNIE):
         if modules := dict(_modules_named(keys, names, text.num_hidden_layers)):
@@ -313,11 +282,7 @@ def as_here(config: MtpConfig, modules: Sequence[Mapping[str, Tensor]], place: s
 
 
 def block_as_here(config: MtpConfig, tensors: Mapping[str, Tensor], place: str) -> dict[str, Tensor]:
-    """A block's tensors as transformers names and joins them, experts side by side: by its own loading.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or of another shape.
-    """
+    """A block's tensors as transformers names and joins them, experts side by side: by its own loading."""
     small, model_class = _one_layer(config)
     layer = _layer(config)
     whole = {f"{layer}{name}": tensor for name, tensor in _scaled(config, tensors, 1).items()}

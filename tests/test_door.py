@@ -9,9 +9,8 @@ from transformers import AutoConfig
 
 import hf_drafthead
 from hf_drafthead import cli, export_checkpoint, from_base
+from hf_drafthead.door import recognize, start_from
 from hf_drafthead.evaluation.loading import load as opened_by_commands
-from hf_drafthead.formats import recognize
-from hf_drafthead.formats.door import start_from
 from hf_drafthead.modeling import (
     DFlash2ForCausalLM,
     DFlashForCausalLM,
