@@ -180,7 +180,10 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
 def modules_in(
     keys: Iterable[str], text: PreTrainedConfig, *only: Names
 ) -> tuple[int, dict[str, tuple[int, str]]] | None:
-    """How many modules there are among tensors of these names, and by name the module and the name here; None if none."""
+    """How many modules there are among tensors of these names, and by name module and name here; None if none.
+
+    only: under which names; by default under those of the base's architecture, else under any.
+    """
     keys = list(keys)
     for names in only or (NAMES.get(text.model_type, DEEPSEEK), DEEPSEEK, QWEN, MIMO, MIMO_V2, ERNIE):
         if modules := dict(_modules_named(keys, names, text.num_hidden_layers)):

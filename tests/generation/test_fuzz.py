@@ -209,6 +209,7 @@ def test_heads_say_what_a_base_with_states_says(untraced):
 
 # Those whose state is of a kind of its own: levels of modules, blocks, paths with a memory, the base's keys.
 FUZZED = (
+    "peagle",
     "mtp",
     "mtp-modules",
     "dflash",
