@@ -113,17 +113,18 @@ def push(
     token: Token = None,
     max_shard_size: Annotated[str, string("Of a file of weights, with --include-base.", "SIZE")] = "50GB",
     dry_run: Annotated[bool, flag("--dry-run", "Check everything and show it; send nothing.")] = False,
-    to_folder: Annotated[Path | None, string("Write the files into a new folder; send nothing.", "FOLDER")] = None,
     json_path: Json = None,
 ) -> None:
     """Publish heads with tokenizer, settings, figures and card, after checking that others can use them."""
     from hf_drafthead.hub_upload import Target, push_folder
 
-    words = (commit_message, None, private, token, revision, create_pr, None, license, include_base, max_shard_size)
-    done = push_folder(folder, Target(repo_id, *words), base=base, dry_run=dry_run, to_folder=to_folder)
-    say(*done.lines(), *([] if to_folder is None else [f"the files are in {str(to_folder)!r}"]))
+    words = (commit_message, None, private, token, revision, create_pr, None, license)
+    done = push_folder(
+        folder, Target(repo_id, *words, include_base or None, max_shard_size), base=base, dry_run=dry_run
+    )
+    say(*done.lines())
     write_json(json_path, done.to_json())
-    if done.refused and to_folder is None:
+    if done.refused:
         raise typer.Exit(1)
 
 

@@ -1,5 +1,7 @@
-"""What leaves for the Hub: nothing goes out unchecked."""
+"""What leaves for the Hub, in one commit that others can use."""
 
-from hf_drafthead.hub_upload.push import Push, Target, push_folder, push_model
+from hf_drafthead.hub_upload.destination import Target
+from hf_drafthead.hub_upload.push import Push, push_folder, push_model
+from hf_drafthead.hub_upload.trainer import check_trainer_push
 
-__all__ = ["Push", "Target", "push_folder", "push_model"]
+__all__ = ["Push", "Target", "check_trainer_push", "push_folder", "push_model"]

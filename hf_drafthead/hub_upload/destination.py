@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelInfo, errors, hf_hub_download
-from huggingface_hub.utils import validate_repo_id
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
@@ -17,6 +16,12 @@ from hf_drafthead.modeling.files import first_line, read_json
 OF_A_MODEL = re.compile(
     r".*\.(safetensors|bin|gguf|pth?|ckpt|onnx|h5|msgpack)|(.*/)?(adapter_config|model_index)\.json"
 )
+ADVICE = {
+    400: "correct what it names",
+    401: "sign in with `hf auth login`, or pass a valid token",
+    403: "use a token with write access, or propose the change (create_pr=True, --create-pr)",
+    404: "check the names, and the token",
+}
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,6 @@ class Target:
     license: str | None = None
     include_base: bool | None = None
     max_shard_size: int | str = "50GB"
-
-    def __post_init__(self) -> None:
-        try:
-            validate_repo_id(self.repo_id)
-        except errors.HFValidationError as error:
-            raise ValueError(
-                f"{self.repo_id!r} is not a valid repository name ({first_line(error)}): expected 'name' or "
-                "'org/name', of letters, digits, '-', '_' and '.'."
-            ) from None
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,7 @@ def download(repo_id: str, name: str, revision: str | None, token: str | bool | 
 
 
 def look(target: Target) -> Destination:
-    """Ask the Hub about the repository that a push goes to; `told` turns errors of huggingface_hub into one line."""
+    """Ask the Hub about the repository that a push goes to."""
     api = HfApi(token=target.token)
     repo_id = target.repo_id
     if "/" not in repo_id:  # the Hub would look for it among the models that have no owner
@@ -118,61 +114,30 @@ def check_destination(there: Destination, target: Target, base: str | None) -> N
             "change it in its settings on the Hub, or leave private= (--private, --public) out."
         )
     config = there.fetch("config.json")
-    if config is None:
-        if weights := [name for name in there.files if OF_A_MODEL.fullmatch(name)]:
-            raise ValueError(
-                f"{there.repo_id!r} holds another model ({weights[0]}), whose card the heads' would replace: push them "
-                "to a repository of their own."
-            )
-        return
+    held = next(filter(OF_A_MODEL.fullmatch, there.files), None) if config is None else "config.json"
     try:
-        model_type = read_json(config).get("model_type")
+        model_type = None if config is None else read_json(config).get("model_type")
     except OSError:
         model_type = None
-    if not str(model_type).startswith(MODEL_TYPE_PREFIX):
+    if held is not None and not str(model_type).startswith(MODEL_TYPE_PREFIX):
+        kind = "another model" if config is None else f"a {model_type!r} model without draft heads"
         raise ValueError(
-            f"{there.repo_id!r} holds a {model_type!r} model without draft heads, which the heads would overwrite: "
-            "push them to a repository of their own."
+            f"{there.repo_id!r} holds {kind} ({held}), which the heads would overwrite: push them to a repository of "
+            "their own."
         )
 
 
 @contextmanager
-def told(target: Target, sending: bool = False) -> Iterator[None]:
-    """Turn what the Hub answers into one line that says what was refused, and what to do.
-
-    Args:
-        target: of the push.
-        sending: whether files are on their way, so that a RuntimeError is huggingface_hub's word for a broken upload.
-    """
-    owner = target.repo_id.rpartition("/")[0]
+def told(target: Target) -> Iterator[None]:
+    """Turn what the Hub answers into one line that says what was refused, and what to do."""
     try:
         yield
-    except errors.RevisionNotFoundError as error:
-        raise OSError(f"{target.repo_id!r} has no revision {target.revision!r}: push to a branch.") from error
-    except errors.BadRequestError as error:
-        raise ValueError(f"the Hub refused what was sent to {target.repo_id!r}: {first_line(error)}") from error
     except (errors.HfHubHTTPError, errors.LocalTokenNotFoundError) as error:
         status = getattr(getattr(error, "response", None), "status_code", 401)  # 401: there is no token to be sent
         answer = getattr(error, "server_message", None) or first_line(error)
-        if status == 401:
-            line = (
-                f"the Hub could not authenticate the push to {target.repo_id!r} ({answer}): sign in with "
-                "`hf auth login`, or pass a valid token."
-            )
-        elif status == 403:
-            line = (
-                f"the token may not write to {target.repo_id!r} ({answer}): use one with write access"
-                f"{f' for {owner!r}' if owner else ''}"
-                f"{'' if target.create_pr else ', or propose the change (create_pr=True, --create-pr)'}."
-            )
-        elif isinstance(error, errors.RepositoryNotFoundError):
-            line = f"there is no repository {target.repo_id!r} that the token can see: check the name and the token."
-        else:
-            line = f"the Hub answered {status} to the push to {target.repo_id!r} ({answer}): push again later."
-        raise OSError(line) from error
-    except (HTTP_ERROR, RuntimeError) as error:  # a broken connection is no OSError for the client of HTTP
-        if isinstance(error, RuntimeError) and not sending:
-            raise
+        advice = ADVICE.get(status, "push again later")
+        raise OSError(f"the Hub refused the push to {target.repo_id!r} ({status}: {answer}): {advice}.") from error
+    except (HTTP_ERROR, ConnectionError) as error:  # a broken connection is no OSError for the client of HTTP
         raise OSError(
             f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {first_line(error)}): push "
             "again; files that were uploaded are not sent twice."

@@ -1,8 +1,7 @@
-"""Publish draft heads: collect their files, check them, and send them in one commit."""
+"""Publish draft heads: collect their files, look at them, and send them in one commit."""
 
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,26 +11,28 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from rich.filesize import decimal
 from transformers.utils import logging
 
-from hf_drafthead.cards import write_card
+from hf_drafthead.cards import missing, write_card
 from hf_drafthead.cards.facts import check_folder
-from hf_drafthead.hub_upload import preflight, staging
+from hf_drafthead.hub_upload import contents, staging
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import is_local, locate_base
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, read_heads_config
-from hf_drafthead.modeling.config import portable
-from hf_drafthead.modeling.files import edit_json, first_line
+from hf_drafthead.modeling.base_model import is_local
+from hf_drafthead.modeling.checkpoint import read_heads_config
+from hf_drafthead.modeling.config import BASE_FOLDER
+from hf_drafthead.modeling.files import edit_json
 from hf_drafthead.modeling.remote_code import CODE_FILE, code_of, code_references
 
 logger = logging.get_logger(__name__)
 
-# Files that hold the weights, and figures that were measured with them; all others belong to the repository's owner.
-WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+# What would be read in the place of what is sent, or with it: weights of heads and of a base beside them, an adapter of
+# both; and figures that were measured with them. All other files belong to the repository's owner.
+WEIGHT_FILES = re.compile(
+    r"(base/)?model(-\d{5}-of-\d{5})?\.safetensors|(base/)?model\.safetensors\.index\.json"
+    r"|adapter_config\.json|adapter_model\.safetensors"
+)
 FIGURES = re.compile(r"training_summary\.json|evaluation[^/]*\.json|training\.png|head_accuracies\.png|tree\.png")
 
 
@@ -40,39 +41,29 @@ class Push:
     """What is to be sent, after every check has passed.
 
     Attributes:
-        repo_id, folder: destination, and where the files are until the push is made.
+        repo_id: destination.
         sizes: bytes of every file by its path.
-        states: new, changed or unchanged against what the repository holds, by path; removed for weights and
-            figures that this push replaces; empty where that could not be asked.
+        removed: weights and figures in the repository that this push replaces.
         notes: for the user.
         refused: why the Hub would not get these files; None if it would, and of a push that was made.
         commit, committed: answer of the Hub, None before it is sent; False if nothing had changed.
     """
 
     repo_id: str
-    folder: Path
     sizes: dict[str, int]
-    states: dict[str, str] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     refused: str | None = None
     commit: CommitInfo | None = None
     committed: bool = False
 
-    @property
-    def total(self) -> int:
-        """Bytes of all files."""
-        return sum(self.sizes.values())
-
-    @property
-    def names(self) -> list[str]:
-        """The paths of all files, those that are removed last."""
-        return list(self.sizes | self.states)
-
     def lines(self) -> list[str]:
         """What was sent, or would be sent: a line per file, notes, and the address."""
-        wide, sizes = max(map(len, self.names)), {name: decimal(size) for name, size in self.sizes.items()}
-        lines = [f"{name:<{wide}} {sizes.get(name, '-'):>10}  {self.states.get(name, '')}" for name in self.names]
-        lines.append(f"{'':<{wide}} {decimal(self.total):>10}  in {len(self.sizes)} files for {self.repo_id}")
+        shown = {name: decimal(size) for name, size in self.sizes.items()} | dict.fromkeys(self.removed, "removed")
+        total = decimal(sum(self.sizes.values()))
+        wide = max(map(len, shown))
+        lines = [f"{name:<{wide}} {size:>10}" for name, size in shown.items()]
+        lines.append(f"{'':<{wide}} {total:>10}  in {len(self.sizes)} files for {self.repo_id}")
         lines += [f"note: {note}" for note in self.notes]
         if self.refused is not None:
             lines.append(f"a push would be refused: {self.refused}")
@@ -82,16 +73,14 @@ class Push:
             lines.append("nothing has changed: no commit was made")
         else:
             lines.append(self.commit.pr_url or self.commit.commit_url)
-        return [line.rstrip() for line in lines]
+        return lines
 
     def to_json(self) -> dict[str, Any]:
-        """Repository, files with size and state, notes and the commit's address."""
+        """Repository, files with their sizes, notes and the commit's address."""
         return {
             "repo_id": self.repo_id,
-            "files": [
-                {"path": name, "bytes": self.sizes.get(name), "state": self.states.get(name)} for name in self.names
-            ],
-            "bytes": self.total,
+            "files": [{"path": name, "bytes": size} for name, size in self.sizes.items()],
+            "removed": self.removed,
             "notes": self.notes,
             "refused": self.refused,
             "committed": self.committed,
@@ -105,7 +94,7 @@ def push_model(model: DraftHeadPreTrainedModel, target: Target) -> Push:
 
     Raises:
         OSError: the Hub refuses it, or cannot be reached.
-        ValueError: a check failed, so that others could not use it.
+        ValueError: others could not use it.
     """
     with _staged(target, target.repo_id) as folder, told(target):
         notes = staging.stage_model(model, folder, target)
@@ -121,7 +110,6 @@ def push_folder(
     *,
     base: str | None = None,
     dry_run: bool = False,
-    to_folder: str | os.PathLike | None = None,
 ) -> Push:
     """Push the folder of a checkpoint, which is not changed.
 
@@ -129,24 +117,18 @@ def push_folder(
         folder: as `save_pretrained` wrote it.
         target: destination.
         base: Hub id of the base, if the folder names a local one.
-        dry_run: check and compare only; nothing is sent.
-        to_folder: write the files into this new folder, and send nothing.
+        dry_run: check only; nothing is sent.
 
     Raises:
         OSError: there is no such folder, the Hub refuses it, or cannot be reached.
-        ValueError: a check failed, so that others could not use it.
+        ValueError: others could not use it.
     """
     source = Path(folder)
     check_folder(source)
-    if to_folder is not None and os.path.exists(to_folder):
-        raise OSError(f"{os.fspath(to_folder)!r} is there already: name a folder that is not.")
-    preflight.check_files(source)
+    contents.check_files(source)
     with _staged(target, str(source)) as staged, told(target):
         notes = staging.stage_folder(source, staged, target, base)
-        done = _push(staged, target, notes, shown=str(source), dry_run=dry_run or to_folder is not None)
-        if to_folder is not None:
-            _write_files(staged, source, Path(to_folder))
-        return done
+        return _push(staged, target, notes, shown=str(source), dry_run=dry_run)
 
 
 def _push(
@@ -158,70 +140,50 @@ def _push(
     model: DraftHeadPreTrainedModel | None = None,
     dry_run: bool = False,
 ) -> Push:
-    config = read_heads_config(str(folder))
+    config, refused = read_heads_config(str(folder)), list[ValueError]()
     base = config.base_model_name_or_path
-    if config.base_included and base and is_local(base, folder):
-        config.base_model_name_or_path = None
+    if config.base_included and base and base != BASE_FOLDER and is_local(base, folder):  # as earlier releases wrote
+        config.base_model_name_or_path = base = None
         edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
-    there, unseen = _look(target, dry_run)
-    check_destination(there, target, config.base_model_name_or_path)
-    preflight.check_modules(config)
-    refused = None
+    draft = getattr(config, "draft_model_name_or_path", None)
+    if draft and is_local(draft, folder) and not config.draft_included:
+        raise ValueError(f"the draft model of these heads is the local path {draft!r}: save it with its heads.")
+    if draft and is_local(draft, folder):  # where the weights that are sent came from
+        edit_json(folder / "config.json", draft_model_name_or_path=None, draft_model_revision=None)
+    there = look(target)
+    check_destination(there, target, base)
+    contents.check_weights(folder, config)
     try:
-        notes = notes + unseen + preflight.check_public_base(config, folder, target.token)
+        private = target.private if there.info is None else there.info.private
+        notes = notes + contents.check_base(config, folder, target.token, bool(private))
     except ValueError as error:  # others could not load it; it can be looked at all the same
-        if not dry_run:
-            raise
-        refused = str(error)
-    preflight.check_weights(folder, None if model is None else model.state_dict())
+        refused.append(error)
     # a converted checkpoint may be without it, and older ones have more
     (folder / CODE_FILE).write_text(code_of(type(config)), encoding="utf-8")
     edit_json(folder / "config.json", auto_map=code_references(type(config)))
-    notes += staging.published_card(folder, there.fetch(staging.CARD))
-    staging.name_for_others(folder, there.repo_id, config.base_model_name_or_path)
+    staging.published_card(folder, there.fetch(staging.CARD))
+    staging.without_local_paths(folder)
     write_card(folder, model, repo_id=there.repo_id, license=target.license)
     staging.add_tags(folder, target.tags)
-    try:
-        preflight.check_card(folder, shown)
-    except ValueError as error:
-        if not dry_run:
-            raise
-        refused = refused or str(error)
-    preflight.check_files(folder)
-    files, _ = preflight.sort_files(folder)
-    if stale := sorted(name for name in _replaced(there.files, files) if FIGURES.fullmatch(name)):
-        notes.append(f"removed from the repository, because they belong to earlier heads: {', '.join(stale)}")
-    push = Push(there.repo_id, folder, {name: path.stat().st_size for name, path in files.items()}, {}, notes, refused)
-    if dry_run:
-        push.states = {} if unseen else _compare(files, there)
-        return push
-    with told(target, sending=True):
+    if lacking := "; ".join(missing(folder)).replace(str(folder), shown):
+        advice = "license= and --license of a push write the license"
+        refused.append(ValueError(f"the card of {shown!r} is not complete: {lacking} ({advice})."))
+    if refused and not dry_run:
+        raise refused[0]
+    contents.check_files(folder)
+    files, _ = contents.sort_files(folder)
+    sizes, removed = {name: path.stat().st_size for name, path in files.items()}, _replaced(there.files, files)
+    push = Push(there.repo_id, sizes, removed, notes, str(refused[0]) if refused else None)
+    if not dry_run:
         push.commit, push.committed = _send(files, target, there)
     return push
 
 
-def _write_files(staged: Path, source: Path, folder: Path) -> None:
-    """Copy the files of a push to a folder; the path of a local base is written anew, as seen from there."""
-    config = read_heads_config(str(staged))
-    base = config.base_model_name_or_path
-    shutil.copytree(staged, folder)
-    if base and not config.base_included and is_local(base, source):
-        place = portable(locate_base(config, str(source)), folder)
-        edit_json(folder / "config.json", base_model_name_or_path=place)
-
-
-def _look(target: Target, dry_run: bool) -> tuple[Destination, list[str]]:
-    """The repository as it is; a dry run shows the folder even if the Hub cannot be reached, and notes that."""
-    try:
-        return look(target), []
-    except (HTTP_ERROR, OSError) as error:
-        if not dry_run or (isinstance(error, HfHubHTTPError) and error.response.status_code < 500):
-            raise
-        return Destination(target.repo_id), [f"{target.repo_id!r} could not be read: {first_line(error)}"]
-
-
 def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[CommitInfo, bool]:
-    """One commit with these files, without weights or figures of earlier heads; also returns whether it was made."""
+    """One commit with these files, without weights or figures of earlier heads; also returns whether it was made.
+
+    Not `upload_folder`, which makes several commits of a large folder: between them others would find half a model.
+    """
     api = HfApi(token=target.token)
     repo_id = there.repo_id
     if there.info is None:
@@ -237,42 +199,25 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
     on_hub = [file.rfilename for file in before.siblings or []]
     operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
     operations += [CommitOperationDelete(name) for name in _replaced(on_hub, files)]
-    logger.info(f"pushing {len(files)} files to {repo_id}: {', '.join(files)}")
-    commit = api.create_commit(
-        repo_id,
-        operations,
-        commit_message=target.commit_message or "Upload draft heads",
-        commit_description=target.commit_description,
-        revision=target.revision,
-        create_pr=target.create_pr,
-    )
+    try:
+        commit = api.create_commit(
+            repo_id,
+            operations,
+            commit_message=target.commit_message or "Upload draft heads",
+            commit_description=target.commit_description,
+            revision=target.revision,
+            create_pr=target.create_pr,
+        )
+    except RuntimeError as error:  # huggingface_hub's word for a file that did not get through
+        raise ConnectionError(str(error)) from error
     return commit, commit.oid != before.sha
 
 
 def _replaced(on_hub: Iterable[str], files: dict[str, Path]) -> list[str]:
     """Weights and figures on the Hub that are not sent again: they would be mistaken for those of the new heads."""
-    return [name for name in on_hub if name not in files and (WEIGHT_FILES.fullmatch(name) or FIGURES.fullmatch(name))]
-
-
-def _compare(files: dict[str, Path], destination: Destination) -> dict[str, str]:
-    """How each file differs from the repository's."""
-    info, listed = destination.info, []
-    if info is not None:
-        listed = list(HfApi(token=destination.token).list_repo_tree(info.id, recursive=True, revision=info.sha))
-    there = {entry.path: entry for entry in listed if isinstance(entry, RepoFile)}
-    states = {}
-    for name, path in files.items():
-        if name not in there:
-            states[name] = "new"
-            continue
-        large = there[name].lfs
-        if large is not None:
-            with path.open("rb") as content:
-                same = sha_fileobj(content).hex() == large.sha256
-        else:
-            same = git_hash(path.read_bytes()) == there[name].blob_id
-        states[name] = "unchanged" if same else "changed"
-    return states | dict.fromkeys(_replaced(there, files), "removed")
+    beside = any(name.startswith(f"{BASE_FOLDER}/") for name in files)  # else a base there is nobody's replacement
+    stale = [name for name in on_hub if name not in files and (WEIGHT_FILES.fullmatch(name) or FIGURES.fullmatch(name))]
+    return [name for name in stale if beside or not name.startswith(f"{BASE_FOLDER}/")]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from hf_drafthead.cards.card import read_card, without_folders
 from hf_drafthead.cards.sections import merge, sections_of
+from hf_drafthead.hub_upload.contents import find_base, sort_files
 from hf_drafthead.hub_upload.destination import Target, download
-from hf_drafthead.hub_upload.preflight import find_base, same_tensor, sort_files
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, read_tensors, why_refused
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
@@ -54,7 +55,7 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
 
     Args:
         source, folder: from where, and where to.
-        target: of the push; the base is loaded, and saved with the heads, if it says so.
+        target: of the push; the base is loaded, and saved beside the heads, if it says so.
         base: Hub id of the base, which is written into the config if these heads fit it.
 
     Returns:
@@ -73,11 +74,10 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
             copy.symlink_to(path.resolve())  # gigabytes: read from where they are
         elif not copy.exists():
             shutil.copyfile(path, copy)
-    notes = [f"not uploaded, because it is the state of a training: {', '.join(behind)}"] if behind else []
+    notes = [f"not uploaded, because others need none of it: {', '.join(behind)}"] if behind else []
     place, revision, gguf_file = None, config.base_model_revision, config.base_gguf_file
     if base is not None:
-        place, (revision, unchecked) = base, _named_base(config, base, token)
-        notes += unchecked
+        place, revision = base, _named_base(config, base, token)
         edit_json(folder / "config.json", base_model_name_or_path=base, base_model_revision=revision)
         if base != config.base_model_name_or_path:  # a repository of safetensors, in the place of a file here
             edit_json(folder / "config.json", base_gguf_file=None)
@@ -87,28 +87,20 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
     return notes + add_tokenizer(folder, place, revision, token, gguf_file)
 
 
-def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) -> tuple[str | None, list[str]]:
-    """The commit of the base that a user names: the recorded one, or the newest of another base that the heads fit.
-
-    If the base is gated for this user, a note says that the fit was not checked.
-    """
+def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) -> str | None:
+    """The commit of the base that a user names: the recorded one, or the newest of another base that the heads fit."""
     recorded = base == config.base_model_name_or_path
     if recorded and config.base_model_revision:
-        return config.base_model_revision, []
+        return config.base_model_revision
     info, _ = find_base(base, None, token)
     commit = None if info is None else info.sha
-    if recorded:
-        return commit, []
-    # the base of the training may have been a local copy; from now on the heads are loaded with this one
-    try:
+    if (
+        not recorded
+    ):  # the base of the training may have been a local copy; from now on the heads are loaded with this one
         fields = base_model.fetch_config(base, commit, token)
-    except OSError as error:
-        if info is None or not info.gated:
-            raise
-        return commit, [f"whether the heads fit the base was not checked: {error}".rstrip(".")]
-    base_model.refuse_unfit(fields, base, loaded=False)
-    base_model.check_base(config, fields, base)
-    return commit, []
+        base_model.refuse_unfit(fields, base, loaded=False)
+        base_model.check_base(config, fields, base)
+    return commit
 
 
 def add_tokenizer(
@@ -131,75 +123,51 @@ def add_tokenizer(
     return notes
 
 
-def published_card(target: Path, published: Path | None) -> list[str]:
-    """Merge the repository's card (None: it has none) into the folder's: text that people wrote in either is kept.
+def published_card(target: Path, published: Path | None) -> None:
+    """Merge the repository's card (None: it has none) into the folder's: what people wrote in either is kept.
 
-    Returns:
-        Notes on sections that differ: those of the folder are kept.
+    Of a section that both have, and of a field of the metadata, the folder's is taken.
     """
     path = target / CARD
     if published is None:
-        return []
+        return
     hub_card = read_card(published)
     data: Any = hub_card.data
     data.tags = [tag for tag in data.tags or [] if tag not in FAMILIES] or None  # of the heads before
-    if not path.is_file():
-        hub_card.save(path)
-        return []
-    folder_card = read_card(path)
-    written_sections = {section.heading: section.text for section in sections_of(folder_card.text) if not section.ours}
-    sections = sections_of(hub_card.text)
-    hub_texts = [section.text for section in sections if section.ours or section.heading not in written_sections]
-    differ = [
-        section.heading or "the text before the first section"
-        for section in sections
-        if not section.ours and written_sections.get(section.heading, section.text) != section.text
-    ]
-    folder_card.text = "\n" + merge("\n\n".join(hub_texts), folder_card.text)
-    for name, value in hub_card.data.__dict__.items():
-        if value is not None and getattr(folder_card.data, name, None) is None:
-            setattr(folder_card.data, name, value)
-    folder_card.save(path)
-    return [f"{heading!r} in the published card differs from the folder's, which is sent" for heading in differ]
+    if path.is_file():
+        folder_card = read_card(path)
+        here = {section.heading for section in sections_of(folder_card.text) if not section.ours}
+        there = [part.text for part in sections_of(hub_card.text) if part.ours or part.heading not in here]
+        hub_card.text = "\n" + merge("\n\n".join(there), folder_card.text)
+        data.__dict__.update({name: value for name, value in vars(folder_card.data).items() if value is not None})
+    hub_card.save(path)
 
 
-def name_for_others(target: Path, repo_id: str, base: str | None) -> None:
-    """Replace local paths in `evaluation*.json` by names that others know: of heads, base and files."""
+def without_local_paths(target: Path) -> None:
+    """Take folders of this machine out of the texts in `evaluation*.json`."""
 
-    def renamed(fields: dict[str, Any]) -> dict[str, Any]:
-        for name, public in (("model", repo_id), ("base", base or "its base")):
-            if isinstance(fields.get(name), str) and base_model.is_local(fields[name], target):
-                fields[name] = public
-        if isinstance(fields.get("command"), str):
-            fields["command"] = without_folders(fields["command"])
-        return fields
+    def named(fields: dict[str, Any]) -> dict[str, Any]:
+        return {key: without_folders(value) if isinstance(value, str) else value for key, value in fields.items()}
 
-    for path in sorted(target.glob("evaluation*.json")):
-        text = path.read_text(encoding="utf-8-sig")
-        try:
-            figures, before = json.loads(text, object_hook=renamed), json.loads(text)
-        except (ValueError, RecursionError):  # the card refuses it with a message
-            continue
-        if figures != before:
+    for path in target.glob("evaluation*.json"):
+        with suppress(ValueError, RecursionError):  # the card refuses it with a message
+            figures = json.loads(path.read_text(encoding="utf-8-sig"), object_hook=named)
             path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def add_tags(target: Path, tags: list[str] | None) -> None:
     """Add tags to the card, after those that it has."""
-    if not tags:
-        return
-    card = ModelCard.load(target / CARD)
-    card.data.tags = [*(card.data.tags or []), *(tag for tag in tags if tag not in (card.data.tags or []))]
-    card.save(target / CARD)
+    if tags:
+        card = ModelCard.load(target / CARD)
+        card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
+        card.save(target / CARD)
 
 
 def _loaded_from(model: DraftHeadPreTrainedModel, token: str | bool | None) -> Path | None:
     """The checkpoint that the heads were loaded from: a folder, or their files from the Hub; None if unknown."""
     name = str(model.name_or_path or "")
-    if not name:
-        return None
-    if os.path.isdir(name):
-        return Path(name) if (Path(name) / "config.json").is_file() else None
+    if not name or os.path.isdir(name):
+        return Path(name) if name and (Path(name) / "config.json").is_file() else None
     wanted = ["config.json", "model*.safetensors", INDEX, CARD, *FACTS, *TOKENIZER]
     try:
         return Path(snapshot_download(name, revision=model.checkpoint_revision, token=token, allow_patterns=wanted))
@@ -217,16 +185,18 @@ def _same_heads(source: Path, target: Path) -> bool:
     except OSError:
         return False
     heads = {name: tensor for name, tensor in read_tensors(str(target)).items() if name.startswith("drafter.")}
-    return all(same_tensor(before.get(name), tensor) for name, tensor in heads.items())
+    return all(
+        name in before and before[name].shape == tensor.shape and before[name].to(tensor.dtype).equal(tensor)
+        for name, tensor in heads.items()
+    )
 
 
 def _copy(source: Path, target: Path, patterns: list[str]) -> None:
-    for pattern in patterns:
-        for path in sorted(source.glob(pattern)):
-            copy = target / path.relative_to(source)
-            if path.is_file() and not copy.exists():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, copy)
+    for path in sorted(path for pattern in patterns for path in source.glob(pattern)):
+        copy = target / path.relative_to(source)
+        if path.is_file() and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def _is_weights(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ from hf_drafthead.modeling.remote_code import NotCopied
 from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_base
 
 logger = logging.get_logger(__name__)
+TRAINERS = "transformers.trainer"  # the module of those that may publish what they train
 
 
 class TrainsNothing(torch.autograd.Function):
@@ -117,6 +119,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         heads = self.state_dict() if state_dict is None else state_dict
         heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
         stored, live = self._stored_config(folder, beside, base_model), self.config
+        if TRAINERS in sys.modules:
+            _hub_upload().check_trainer_push(stored, folder)
         nothing = not heads and not self.drafter.state_dict()  # copies alone
         with replacing(folder, is_main_process) as new:
             if beside or stored.base_adapters:
@@ -136,6 +140,13 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             repo_id = push_arguments.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
             self.push_to_hub(repo_id, include_base=include_base, **shard, **push_arguments)
+
+    def train(self, mode: bool = True) -> Any:
+        """As in torch; a Trainer that would publish what others cannot load is told so when it begins."""
+        if mode and TRAINERS in sys.modules and self._modules.get("base") is not None:
+            being_trained = any(parameter.requires_grad for parameter in self.base.parameters())
+            _hub_upload().check_trainer_push(self.config, Path(), ask_hub=False, beside=being_trained)
+        return super().train(mode)
 
     def base_change(self) -> str | None:
         """Why the base is not the one that its name in the config names, found out by looking at it; None if it is.

@@ -27,7 +27,7 @@ def test_the_folder_of_a_training_is_pushed_as_it_is(hub, base, clients, models,
     assert dry.code == 0, dry.err
     told = [line for line in dry.out.splitlines() if line.startswith("note: not uploaded")]
     behind = "checkpoint-1, checkpoint-2, clock.json, run.json"
-    assert told == [f"note: not uploaded, because it is the state of a training: {behind}"]
+    assert told == [f"note: not uploaded, because others need none of it: {behind}"]
     planned = {one["path"] for one in json.loads((tmp_path / "plan.json").read_text())["files"]}
     assert {"model.safetensors", "tokenizer.json", "training_summary.json", "training.png"} <= planned
     assert command(clients, *words).code == 0

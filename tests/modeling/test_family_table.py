@@ -51,7 +51,7 @@ import hf_drafthead
 from hf_drafthead import LionConfig, LionForCausalLM
 from hf_drafthead.cards.card import write_card
 from hf_drafthead.evaluation.loading import summarize
-from hf_drafthead.hub_upload import preflight, serve, staging
+from hf_drafthead.hub_upload import serve, staging
 from hf_drafthead.modeling.families import fresh_heads
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from benchmarks.zoo_recipe.heads import FAMILIES as ZOO
@@ -68,7 +68,6 @@ print(json.dumps({
     "auto": type(AutoModel.from_pretrained(folder, base_model=tiny_base())).__name__,
     "recipe": DraftHeadTrainingArguments.for_family("lion", str(folder)).learning_rate,
     "info": summarize(str(folder))["family"],
-    "preflight": type(preflight.load_again(folder, torch.float32)).__name__,
     "served": model_manager.transformers.LionForCausalLM is LionForCausalLM,
     "tag": "lion" in staging.FAMILIES,
     "title": "Lion" in card,
