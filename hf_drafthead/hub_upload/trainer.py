@@ -16,15 +16,19 @@ from hf_drafthead.modeling.remote_code import CODE_FILE, code_of
 OF_TRAINERS = "transformers.trainer"
 
 
-def publishing_trainer() -> Any:
-    """The Trainer that is calling, if it publishes what it trains, which it tells no model; else None."""
+def publishing_trainer() -> tuple[Any, str | None]:
+    """The Trainer that is calling, if it publishes what it trains (it tells no model so), and its token for the Hub."""
     frame: FrameType | None = sys._getframe(1)
-    found, now = None, False
+    trainer, publishes, token = None, False, None
     while frame is not None:
         if frame.f_globals.get("__name__") == OF_TRAINERS and hasattr(frame.f_locals.get("self"), "args"):
-            found, now = frame.f_locals["self"], now or frame.f_code.co_name == "push_to_hub"
+            trainer = frame.f_locals["self"]
+            if frame.f_code.co_name == "push_to_hub":
+                publishes, token = True, frame.f_locals.get("token")
         frame = frame.f_back
-    return found if found is not None and (now or found.args.push_to_hub) else None
+    if trainer is None or not (publishes or trainer.args.push_to_hub):
+        return None, None
+    return trainer, token or trainer.args.hub_token
 
 
 def check_trainer_push(config: DraftHeadConfig, folder: Path, ask_hub: bool = True, beside: bool = False) -> None:
@@ -35,11 +39,8 @@ def check_trainer_push(config: DraftHeadConfig, folder: Path, ask_hub: bool = Tr
         folder: of the checkpoint; a relative path of the base is looked for there.
         ask_hub: whether the Hub is asked about the base, and the repository is made ready for the heads.
         beside: whether the base is sure to lie beside the heads, though the config does not say so yet.
-
-    Raises:
-        OSError, ValueError: as `check_base` does; or what lies in the folder `base` would be left out.
     """
-    trainer = publishing_trainer()
+    trainer, token = publishing_trainer()
     if trainer is None:
         return
     arguments, base = trainer.args, config.base_model_name_or_path
@@ -51,12 +52,11 @@ def check_trainer_push(config: DraftHeadConfig, folder: Path, ask_hub: bool = Tr
         )
     repo_id = getattr(trainer, "hub_model_id", None)  # the main process alone has one
     if ask_hub and repo_id:
-        target = Target(repo_id, token=arguments.hub_token)
         if not config.base_included:
-            with told(target):
+            with told(target := Target(repo_id, token=token)):
                 info = look(target).info
                 check_base(config, folder, target.token, bool(info and info.private))
-        Path(arguments.output_dir).mkdir(parents=True, exist_ok=True)  # from where the Trainer uploads a part of `folder`
-        (Path(arguments.output_dir) / CODE_FILE).write_text(code_of(type(config)), encoding="utf-8")
+        if (uploaded := Path(arguments.output_dir)).is_dir():  # where the Trainer copies other files of `folder`
+            (uploaded / CODE_FILE).write_text(code_of(type(config)), encoding="utf-8")
     elif not beside and (not base or is_local(base, folder)):
         check_base(config, folder, None, False)
