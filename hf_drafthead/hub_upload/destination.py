@@ -82,18 +82,18 @@ def download(repo_id: str, name: str, revision: str | None, token: str | bool | 
 
 def look(target: Target) -> Destination:
     """Ask the Hub about the repository that a push goes to."""
-    api = HfApi(token=target.token)
-    repo_id = target.repo_id
+    api, repo_id = HfApi(token=target.token), target.repo_id
+    proposal = (target.revision or "").startswith("refs/pr")  # which has to be there
     if "/" not in repo_id:  # the Hub would look for it among the models that have no owner
         repo_id = f"{api.whoami()['name']}/{repo_id}"
     try:
         info = api.model_info(repo_id, revision=target.revision)
-    except errors.GatedRepoError:
-        raise
-    except errors.RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError as error:
+        if proposal or isinstance(error, errors.GatedRepoError):
+            raise
         return Destination(repo_id, None, target.token)
     except errors.RevisionNotFoundError:
-        if (target.revision or "").startswith("refs/pr"):
+        if proposal:
             raise
         info = api.model_info(repo_id)  # a new branch starts there
     return Destination(repo_id, info, target.token)

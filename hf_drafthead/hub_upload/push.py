@@ -11,6 +11,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import validate_repo_id
 from rich.filesize import decimal
 from transformers.utils import logging
 
@@ -223,6 +224,7 @@ def _replaced(on_hub: Iterable[str], files: dict[str, Path]) -> list[str]:
 @contextmanager
 def _staged(target: Target, shown: str) -> Iterator[Path]:
     """An empty temporary folder with the repository's name; error messages name what the user gave in its place."""
+    validate_repo_id(target.repo_id)
     with tempfile.TemporaryDirectory(prefix="hf-drafthead-") as place:
         folder = Path(place) / target.repo_id.rpartition("/")[2]
         folder.mkdir()
