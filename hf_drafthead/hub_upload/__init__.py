@@ -2,6 +2,6 @@
 
 from hf_drafthead.hub_upload.destination import Target
 from hf_drafthead.hub_upload.push import Push, push_folder, push_model
-from hf_drafthead.hub_upload.trainer import check_trainer_push
+from hf_drafthead.hub_upload.uploads import check_saved, check_training
 
-__all__ = ["Push", "Target", "check_trainer_push", "push_folder", "push_model"]
+__all__ = ["Push", "Target", "check_saved", "check_training", "push_folder", "push_model"]

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,11 +30,11 @@ from hf_drafthead.modeling.checkpoint import is_missing_folder, weight_names
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
 from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
+from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import NotCopied
 from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_base
 
 logger = logging.get_logger(__name__)
-TRAINERS = "transformers.trainer"  # the module of those that may publish what they train
 
 
 class TrainsNothing(torch.autograd.Function):
@@ -119,8 +118,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         heads = self.state_dict() if state_dict is None else state_dict
         heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
         stored, live = self._stored_config(folder, beside, base_model), self.config
-        if TRAINERS in sys.modules:
-            _hub_upload().check_trainer_push(stored, folder)
+        if (uploads := publisher()) is not None:
+            _hub_upload().check_saved(stored, folder, uploads)
         nothing = not heads and not self.drafter.state_dict()  # copies alone
         with replacing(folder, is_main_process) as new:
             if beside or stored.base_adapters:
@@ -143,9 +142,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
 
     def train(self, mode: bool = True) -> Any:
         """As in torch; a Trainer that would publish what others cannot load is told so when it begins."""
-        if mode and TRAINERS in sys.modules and self._modules.get("base") is not None:
+        if mode and self._modules.get("base") is not None and (uploads := publisher()) is not None:
             being_trained = any(parameter.requires_grad for parameter in self.base.parameters())
-            _hub_upload().check_trainer_push(self.config, Path(), ask_hub=False, beside=being_trained)
+            _hub_upload().check_training(self.config, uploads, being_trained or self.config.base_included)
         return super().train(mode)
 
     def base_change(self) -> str | None:

@@ -1,4 +1,4 @@
-"""A plain Trainer that publishes what it trains: whole, or refused in one line before anything is uploaded."""
+"""A plain Trainer or a pipeline that publishes: whole, or refused in one line before anything is uploaded."""
 
 import json
 
@@ -127,6 +127,27 @@ print(json.dumps(told))
     answer = clients.run(code, token="hf_owner", seed=0)
     assert answer.said.startswith("the base 'org/base' is private, so that others cannot load these heads")
     assert published(hub) == set() and "model.safetensors" in published(hub, "org/closed")
+
+
+def test_a_pipeline_that_is_published_is_looked_at_too(hub, base, clients):
+    code = (
+        LOCAL
+        + """
+write = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained("org/base"))
+try:
+    write.push_to_hub("org/heads")
+except ValueError as error:
+    told = str(error)
+model.config.base_model_name_or_path = "org/base"
+write.push_to_hub("org/heads")
+print(json.dumps(told))
+"""
+    )
+    answer = clients.run(code, token="hf_owner")
+    assert answer.said.startswith("the base of these heads is the local path '")
+    assert "modeling_drafthead.py" in published(hub)
+    config = json.loads(hub.repos["org/heads"].files()["config.json"])
+    assert config["base_model_name_or_path"] == "org/base"
 
 
 def test_who_publishes_nothing_is_asked_nothing(hub, base, clients):
