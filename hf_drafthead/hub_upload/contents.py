@@ -136,12 +136,13 @@ def find_base(name: str, revision: str | None, token: str | bool | None) -> tupl
 
 
 def check_weights(folder: Path, config: DraftHeadConfig) -> None:
-    """Refuse heads that are not finite, or not those that their config describes."""
-    tensors = read_tensors(str(folder))
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+    """Refuse heads, or a base beside them, that are not finite, and heads that are not those of their config."""
+    heads, beside = read_tensors(str(folder)), folder / BASE_FOLDER
+    base = read_tensors(str(beside)) if (beside / "config.json").is_file() else {}
+    for name, tensor in (heads | {f"{BASE_FOLDER}/{name}": tensor for name, tensor in base.items()}).items():
+        if tensor.is_floating_point() and tensor.itemsize > 1 and not torch.isfinite(tensor).all():
             raise ValueError(
                 f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or use an "
                 "earlier checkpoint."
             )
-    BY_MODEL_TYPE[config.model_type]._heads_alone(str(folder), config, tensors, {}, None)  # as others will load them
+    BY_MODEL_TYPE[config.model_type]._heads_alone(str(folder), config, heads, {}, None)  # as others will load them

@@ -146,6 +146,16 @@ def test_a_base_that_is_to_lie_beside_its_heads_does(folder):
     assert contents.check_base(config, folder, None, private=False) == []
 
 
+def test_a_base_beside_its_heads_is_finite(folder):
+    shutil.copytree(folder, folder.parent / "copy")
+    (folder.parent / "copy").rename(folder / "base")
+    config = MedusaConfig.from_pretrained(folder)
+    contents.check_weights(folder, config)
+    set_first(folder / "base", float("inf"))
+    with pytest.raises(ValueError, match=r"^the tensor 'base/drafter.blocks.0.bias' in .* holds NaN or infinity"):
+        contents.check_weights(folder, config)
+
+
 @pytest.mark.parametrize("family, counted, included", [("medusa", 1, True), ("medusa", 0, True), ("mtp", 1, True)])
 def test_a_base_does_not_lose_its_modules_in_silence(folder, family, counted, included):
     base = LlamaConfig(num_nextn_predict_layers=counted)
