@@ -70,6 +70,7 @@ class Served:
 
     def chat(self, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any], effort: Any) -> Prompt:
         """A conversation as the chat template writes it, which has to read all that it is given."""
+        variables = {**self.options.chat_template_kwargs, **variables}
         template = str(getattr(self.images, "chat_template", None) or self.tokenizer.chat_template or "")
         names, called = set(re.findall(r"\w+", template)), "tool_calls" in (self.template or {}).get("fields", {})
         if not template or not messages:
@@ -81,10 +82,10 @@ class Served:
             if not names & {EFFORT, THINKS}:
                 raise Refused(EFFORT, "this model's chat template has no switch for it.")
             switch = {EFFORT: effort} if EFFORT in names else {THINKS: effort not in NO_EFFORT}
-            variables = {**variables, **switch}
+            variables |= switch
         if unknown := variables.keys() - (names - RESERVED):
             raise Refused(f"chat_template_kwargs.{min(unknown)}", "this model's chat template does not read it.")
-        call = {**self.options.chat_template_kwargs, **variables, "add_generation_prompt": True, "tools": tools}
+        call = {**variables, "add_generation_prompt": True, "tools": tools}
         call |= {"tokenize": True, "return_dict": True, "return_tensors": "pt" if self.images else None}
         turns = [self._turn(message, "developer" in names) for message in messages]
         inputs = dict((self.images or self.tokenizer).apply_chat_template(turns, **call))

@@ -159,6 +159,14 @@ def test_what_the_chat_template_does_not_read_is_refused(field, more, writer):
     assert post(writer, "chat/completions", 400, **ASKED | more)["error"]["param"] == field
 
 
+def test_variables_of_all_chats_are_given_by_the_operator(caller, monkeypatch):
+    plain = post(caller, "chat/completions", **ASKED)["usage"]["prompt_tokens"]
+    monkeypatch.setattr(caller.room.served.options, "chat_template_kwargs", {"enable_thinking": True})
+    assert post(caller, "chat/completions", **ASKED)["usage"]["prompt_tokens"] == plain + 1
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert post(caller, "chat/completions", **ASKED, **off)["usage"]["prompt_tokens"] == plain
+
+
 def test_a_model_without_a_chat_template_is_asked_for_completions(letters):
     template, letters.room.served.tokenizer.chat_template = letters.room.served.tokenizer.chat_template, None
     try:
