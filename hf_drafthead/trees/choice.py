@@ -110,24 +110,33 @@ class Choice:
         if (entry := matching(settings.calibration, key)) is not None:
             return self._of_entry(entry)
         entry = nearest(settings.calibration, key)
-        small = self._small() if key.on_cpu or settings.draft_tree == AUTO else settings
-        choices = [] if entry is None else [self._of_entry(entry)]
-        if entry is None or key.on_cpu:
-            choices.append((small.plan(*self.limits), 0))
+        plan, copies, first_choice = self._first_choice(entry)
         # the text of another acceptance depends on what is drafted, and a tree of the user's own is drafted as it is
-        if key.on_cpu and settings.acceptance == "exact" and (entry is not None or small is not settings):
-            return self._that_pays([plan for plan, _ in choices], entry)
-        plan, copies = choices[0]
-        plan = replace(plan, why=self._not_calibrated(entry))
-        if settings.draft_tree == AUTO and plan.switch is None and (plan.tree.max_depth or copies):
+        if key.on_cpu and settings.acceptance == "exact" and first_choice and isinstance(plan.tree, DraftTree):
+            return self._that_pays(plan, entry), 0
+        plan = replace(plan, why=self._not_calibrated(entry), base_decodes=False)
+        if settings.draft_tree == AUTO and plan.switch is None:
             plan = replace(plan, switch=SwitchRule(UNMEASURED, USUAL))
-        named = isinstance(settings.draft_tree, str) and settings.draft_tree != "dynamic"
-        nodes = f"a tree of {plan.tree.num_nodes} nodes is used"
-        if entry is not None:
-            nodes = f"the tree of that calibration, {plan.tree.num_nodes} node(s), is a first choice"
-        if settings.calibration or small is not settings or named:
-            self._tell(plan, f"{plan.why}: {nodes}; {self._advice()}")
+        if settings.calibration or first_choice:
+            self._tell(plan, f"{plan.why}: a tree of {plan.tree.num_nodes} nodes is a first choice; {self._advice()}")
         return plan, copies
+
+    def _first_choice(self, entry: dict[str, Any] | None) -> tuple[DraftPlan, int, bool]:
+        """The nearest entry's tree, else the generation config's, of which a CPU takes few nodes; its copies; and
+        whether it is another one than the generation config's own."""
+        settings, few = self.settings, small_paths(*self.limits, self.key.batch_size)
+        named = isinstance(settings.draft_tree, str) and settings.draft_tree != "dynamic"
+        small, paths = self.key.on_cpu or settings.draft_tree == AUTO, settings.draft_tree
+        if entry is not None and entry.get("tree"):
+            if not small:
+                return *self._of_entry(entry), True
+            paths = [list(path) for path in tree_of(entry, *self.limits, self.key).paths]
+        elif named and small:
+            paths = few
+        if small and isinstance(paths, list):
+            paths = beginning_of(paths, len(few))
+        plan = replace(settings, draft_tree=paths).plan(*self.limits)
+        return plan, 0, named or paths != settings.draft_tree
 
     def _of_entry(self, entry: dict[str, Any]) -> tuple[DraftPlan, int]:
         """The plan with the tree of an entry, and its copies."""
@@ -140,62 +149,33 @@ class Choice:
         switch = SwitchRule(*expected_of(entry)) if switched else None
         return replace(settings.with_tree(tree), why=why, switch=switch, base_decodes=nothing), copies
 
-    def _that_pays(self, choices: list[DraftPlan], entry: dict[str, Any] | None) -> tuple[DraftPlan, int]:
-        """Of some plans, the small tree's the last, the one that promises most on this machine; or the root alone."""
-        settings, key = self.settings, self.key
-        choices = [choice for choice in choices if isinstance(choice.tree, DraftTree) and choice.tree.max_depth]
-        if not choices:
-            return settings.with_tree(DraftTree.root_alone()), 0
-        trees = list(dict.fromkeys(choice.tree for choice in choices))
-        chosen, rule, most = self._best(choices, trees, entry, doubted=False)
-        if settings.draft_tree != AUTO and rule.cost >= most:  # which a busy machine may have said
-            chosen, rule, most = self._best(choices, trees, entry, doubted=True)
-        takes = "What a step costs here could not be measured."
-        if (measured := self.costs(trees)) is not None:
-            pairs = zip(trees, measured)
-            sizes = [f"with {tree.num_nodes} nodes as long as {cost:.1f} of the base's" for tree, cost in pairs]
-            takes = f"On this machine a step takes {', '.join(sizes)}{self.costs.in_words(trees)}."
+    def _that_pays(self, plan: DraftPlan, entry: dict[str, Any] | None) -> DraftPlan:
+        """The plan with a switch where a text may gain by it on this machine; else with the root alone."""
+        always, eager, trees = self.settings.draft_tree == AUTO, self.key.execution == "eager", [plan.tree]
+        tokens = None if entry is None else tokens_of(entry, plan.tree.num_nodes)
+        most = min(plan.tree.max_depth + 1, USUAL * UNLIKELY if tokens is None else tokens)
+        measured = self.costs(trees)
+        if measured is not None and measured[0] >= most and not always:  # which a busy machine may have said
+            measured = self.costs(trees, True)
+        takes, cost, watch = "What a step costs here could not be measured.", UNMEASURED, None
+        if measured is not None:
+            cost, watch = measured[0], Watch(self.costs, plan.tree)
+            takes = f"On this machine a step takes with {plan.tree.num_nodes} nodes as long as {cost:.1f} of the base's"
+            takes += f"{self.costs.in_words(trees)}."
         why = f"{self._not_calibrated(entry)}. {takes}"
-        if settings.draft_tree == AUTO or rule.cost < most:
-            plan = replace(chosen, switch=rule, why=why)
-            nodes = f"{chosen.tree.num_nodes} nodes are drafted as long as that pays on the text"
+        if always or cost < most:
+            switch = SwitchRule(cost, USUAL if tokens is None else tokens, ALLOWANCE, watch)
+            plan = replace(plan, switch=switch, why=why)
+            nodes = f"{plan.tree.num_nodes} nodes are drafted as long as that pays on the text"
             self._tell(plan, f"{why} {nodes}; {self._advice()}")
-            return plan, 0
-        eager = key.execution == "eager"  # else steps of the root alone take less than the base's own decoding
-        instead = "the base decodes by itself" if eager else f"steps are {key.execution} all the same"
+            return plan
+        # steps that are not eager take less, with the root alone, than the base's own decoding
+        instead = "the base decodes by itself" if eager else f"steps are {self.key.execution} all the same"
         why += f" No text is expected to save that: nothing is drafted, {instead}"
-        plan = replace(chosen, tree=DraftTree.root_alone(), why=why, base_decodes=eager)
+        plan = replace(plan, tree=DraftTree.root_alone(), why=why, base_decodes=eager)
         instead = "draft_tree= drafts all the same, `hf-drafthead costs --clear` has steps measured anew"
         self._tell(plan, f"{why}; {instead}; {self._advice()}")
-        return plan, 0
-
-    def _best(
-        self, choices: list[DraftPlan], trees: list[Tree], entry: dict[str, Any] | None, doubted: bool
-    ) -> tuple[DraftPlan, SwitchRule, float]:
-        """The plan that promises most, its switch, and the most tokens of a step that a text may have."""
-        measured = self.costs(trees, doubted)
-        cost_of = dict(zip(trees, [UNMEASURED] * len(trees) if measured is None else measured))
-        rules = []
-        for choice in choices:
-            tokens = None if entry is None else tokens_of(entry, choice.tree.num_nodes)
-            watch = None if measured is None else Watch(self.costs, choice.tree)
-            rules.append(SwitchRule(cost_of[choice.tree], USUAL if tokens is None else tokens, ALLOWANCE, watch))
-        chosen, rule = max(zip(choices, rules), key=lambda pair: pair[1].usual / pair[1].cost)
-        return chosen, rule, min(chosen.tree.max_depth + 1, rule.usual * (1.0 if entry is not None else UNLIKELY))
-
-    def _small(self) -> DraftSettings:
-        """The same settings without the nodes by which a tree exceeds a small one, which replaces published ones."""
-        settings = self.settings
-        small = small_paths(*self.limits, self.key.batch_size)
-        if isinstance(settings.draft_tree, str) and settings.draft_tree != "dynamic":
-            return replace(settings, draft_tree=small)
-        if not isinstance(settings.draft_tree, list) or len(settings.draft_tree) <= len(small):
-            return settings
-        first: list[list[int]] = []
-        for path in map(list, settings.draft_tree):  # those whose parent is there
-            if len(first) < len(small) and (len(path) == 1 or path[:-1] in first):
-                first.append(path)
-        return replace(settings, draft_tree=first)
+        return plan
 
     def _tell(self, plan: DraftPlan, line: str) -> None:
         """Tell a choice once in a process for all numbers of rows: what is drafted, and that nothing is."""
@@ -224,6 +204,15 @@ def small_paths(max_depth: int | None, vocabulary: int, rows: int = 1) -> list[l
     """The rank paths of a small tree, for heads of these limits and so many rows."""
     paths = SMALL_TREE[: max(SMALL_STEP // rows, 2) - 1]
     return [path for path in paths if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]
+
+
+def beginning_of(paths: list[Any], count: int) -> list[list[int]]:
+    """The first so many of some rank paths whose parents are among them."""
+    first: list[list[int]] = []
+    for path in map(list, paths):
+        if len(first) < count and (len(path) == 1 or path[:-1] in first):
+            first.append(path)
+    return first
 
 
 class Watch(NamedTuple):

@@ -433,22 +433,18 @@ def foreign(model, **changed):
     return {**key._asdict(), "tree": [[0]], "measured": measured, **changed}
 
 
-@pytest.mark.parametrize("here, nodes", [((1.2, 1.4), 8), ((1.1, 1.9), 2), ((2.2, 1.9), None), ((1.5, 4.0), None)])
-def test_the_entry_of_another_machine_is_judged_by_what_steps_cost_here(here, nodes, monkeypatch, notices):
+@pytest.mark.parametrize("cost, nodes", [(1.3, 2), (1.5, None)])
+def test_the_entry_of_another_machine_is_judged_by_what_steps_cost_here(cost, nodes, monkeypatch, notices):
     model = family("medusa")
-    model.generation_config.calibration = [foreign(model)]
-    monkeypatch.setattr(
-        StepCosts, "__call__", lambda self, trees, *_: [{2: here[0], 8: here[1]}[t.num_nodes] for t in trees]
-    )
+    model.generation_config.calibration = [foreign(model)]  # 1.4 tokens in a step
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [cost for tree in trees])
     output = model.generate(**prompt(), **LONG, return_dict_in_generate=True)
     assert (output.accepted_lengths is None) == (nodes is None)
     if nodes is not None:
         assert drafted(model)[0][0] == nodes
     (line,) = [line for line in notices if "calibrated" in line]
     assert "another CPU (some other CPU)" in line
-    assert (
-        f"a step takes with 2 nodes as long as {here[0]:.1f} of the base's, with 8 nodes as long as {here[1]}" in line
-    )
+    assert f"a step takes with 2 nodes as long as {cost:.1f} of the base's" in line
     assert entries.cpu_name() in line and "hf-drafthead calibrate PATH --batch-size 1" in line
 
 
