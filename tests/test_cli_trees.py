@@ -95,7 +95,7 @@ def test_prompts_that_the_heads_were_trained_on_are_named(run, folder, tmp_path)
 
 
 def test_a_dry_run_stores_nothing_and_the_base_can_write_the_prompts(run, folder):
-    code, out, _ = run("--dry-run", "--method", "product")
+    code, out, _ = run("--dry-run")
     assert code == 0 and "batch size 1, " in out and stored(folder) == []
 
 
@@ -187,13 +187,12 @@ def test_progress_is_a_line_per_tenth_and_an_interrupted_calibration_is_stored(r
     "arguments, line",
     [
         (["--batch-size", "0"], "--batch-size '0': expected whole numbers above 0"),
-        (["--method", "luck"], "method is 'luck': expected one of paths, product."),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--max-nodes", "1000000"], "--max-nodes"),
         (["--max-new-tokens", "127", "--prompts", "{folder}/prompts.jsonl"], "exceed the base's 128 positions"),
         (["--prompts", "{folder}/prompts.jsonl", "--limit", "1", "--max-new-tokens", "2"], "1 prompts are too few"),
     ],
-    ids=["rows", "method", "file", "nodes", "long", "few"],
+    ids=["rows", "file", "nodes", "long", "few"],
 )
 def test_bad_input_is_one_line(run, folder, arguments, line):
     code, _, err = run(*(word.format(folder=folder) for word in arguments))

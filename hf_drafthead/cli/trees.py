@@ -21,7 +21,6 @@ class Search:
     batch_size: Annotated[str, string("Rows of a call; a tree for each.", "N[,N...]")] = "1"
     max_nodes: Annotated[int, typer.Option(metavar="N", min=2, max=4096, help="Of a tree, the root included.")] = 100
     temperature: Annotated[float, amount("Of the base's answers; 0 is greedy.")] = 0.0
-    method: Annotated[str, string("paths: counted rank paths; product: Medusa's accuracies.")] = "paths"
     max_new_tokens: Annotated[int, count("Tokens per answer, at most.", 2)] = 128
     limit: Annotated[int, count("Only so many prompts, of all categories.")] = 48
 
@@ -40,7 +39,7 @@ class Search:
     def how(self) -> dict[str, Any]:
         """The arguments that `calibrate` and `plan_trees` share."""
         sizes: dict[str, Any] = {"max_nodes": self.max_nodes, "new_tokens": self.max_new_tokens}
-        return {**sizes, "temperature": self.temperature, "method": self.method}
+        return {**sizes, "temperature": self.temperature}
 
 
 @common.app.command("calibrate")

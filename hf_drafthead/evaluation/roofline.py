@@ -194,7 +194,6 @@ def plan_trees(
     max_nodes: int = 100,
     new_tokens: int = 128,
     temperature: float = 0.0,
-    method: str = "paths",
 ) -> list[PlannedTree]:
     """Choose trees for a machine that is not at hand: tokens per step from the base's own text, seconds on paper.
 
@@ -204,7 +203,7 @@ def plan_trees(
         machine: a name in `MACHINES`.
         batch_sizes: rows of a call; a plan for each.
         context: S, the positions that a step attends to, nodes not included.
-        max_nodes, new_tokens, temperature, method: as in `calibrate`.
+        max_nodes, new_tokens, temperature: as in `calibrate`.
 
     Raises:
         ValueError: no such machine, or not in this dtype; a base that the model does not fit; too few prompts.
@@ -214,7 +213,7 @@ def plan_trees(
         raise ValueError(f"the base is in {dtype}, expected one of {', '.join(hardware.flops)}: give --dtype.")
     base_work(model.base.config, 1, 1, 1, 1)  # raises where the model does not fit, before any work is done
     prompts = sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts
-    counted = count_trees(model, prompts, new_tokens, max_nodes, temperature, method)
+    counted = count_trees(model, prompts, new_tokens, max_nodes, temperature)
     return [_best(model, counted, hardware, dtype, rows, context) for rows in batch_sizes]
 
 

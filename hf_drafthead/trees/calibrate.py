@@ -31,7 +31,7 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import MAX_NODES
 from hf_drafthead.trees.entries import CalibrationKey, matching, merged
-from hf_drafthead.trees.grow import ALONE, METHODS, MOST_RANK, Size, TreeStatistics
+from hf_drafthead.trees.grow import ALONE, MOST_RANK, Size, TreeStatistics
 from hf_drafthead.trees.rank_paths import (
     TO_THE_END,
     TOKENS_ALONE,
@@ -69,7 +69,6 @@ def calibrate(
     max_nodes: int = 100,
     new_tokens: int = 128,
     temperature: float = 0.0,
-    method: str = "paths",
     resume: bool = False,
     about: Mapping[str, Any] | None = None,
     minutes: float | None = None,
@@ -90,7 +89,6 @@ def calibrate(
         max_nodes: of a tree, the root included.
         new_tokens: of each of the base's answers, at most.
         temperature: the base samples its answers; 0 is greedy.
-        method: "paths" counts rank paths; "product" multiplies accuracies per head, as Medusa does.
         resume: keep the entries that are there for these heads, and measure only what is missing.
         about: what else `measured` shall hold, such as the hash of the prompts.
         minutes: to spend on timing, shared out evenly among the batch sizes, beside the text and a few calls; what is
@@ -128,9 +126,9 @@ def calibrate(
         check_prompts(model, prompts, new_tokens)
         held_out = prompts[HELD_OUT - 1 :: HELD_OUT] or prompts
         rest = [prompt for number, prompt in enumerate(prompts, start=1) if number % HELD_OUT] or prompts
-        counted = count_trees(model, rest, new_tokens, max_nodes, temperature, method)
+        counted = count_trees(model, rest, new_tokens, max_nodes, temperature)
         advance()
-        how = {"temperature": temperature, "method": method, "prompts": len(prompts), "positions": counted.positions}
+        how = {"temperature": temperature, "prompts": len(prompts), "positions": counted.positions}
         how["held_out"] = len(held_out)
         share = math.inf if minutes is None else 60 * minutes / len(missing)
         for size in missing:
@@ -192,11 +190,8 @@ def count_trees(
     new_tokens: int,
     max_nodes: int,
     temperature: float = 0.0,
-    method: str = "paths",
 ) -> TreeStatistics:
     """Let the base continue the prompts, and count what trees are worth on that text; arguments as of `calibrate`."""
-    if method not in METHODS:
-        raise ValueError(f"method is {method!r}: expected one of {', '.join(METHODS)}.")
     check_temperature(temperature)
     check_prompts(model, prompts, new_tokens)
     ranks = ranks_by_text(model, prompts, new_tokens, temperature)
@@ -206,7 +201,7 @@ def count_trees(
             f"the answers to {len(prompts)} prompts are too few: they have {positions} positions to count guesses on, "
             f"expected {LEAST_POSITIONS} in two answers or more; give more prompts, or let the answers be longer."
         )
-    counted = TreeStatistics.of(ranks, max_nodes, method, min(MOST_RANK, draft_vocabulary(model.base, model.drafter)))
+    counted = TreeStatistics.of(ranks, max_nodes, min(MOST_RANK, draft_vocabulary(model.base, model.drafter)))
     if counted.steps.keys() == {ALONE}:
         raise ValueError(f"no guess of these heads is right at any of {positions} positions: train them first.")
     return counted
@@ -329,8 +324,18 @@ class Comparison:
         return sorted(sizes, key=self.speedup, reverse=True)
 
     def _by_nodes(self) -> Iterator[list[Size]]:
-        """The sizes to try, few nodes first; of compiled steps the deepest of a few numbers of nodes."""
-        sizes = sorted(set(self.counted.steps) - {ALONE})
+        """The sizes to try, few nodes first, without those that promise no more than one of fewer nodes and levels; of
+        compiled steps the deepest of a few numbers of nodes."""
+        rows, every = len(self.calls[0]["input_ids"]), sorted(set(self.counted.steps) - {ALONE})
+        worth = {size: self.counted.fewer_steps(size, rows) for size in every}
+
+        def exceeds(size: Size) -> bool:
+            less = (
+                other for other in every if other != size and other.nodes <= size.nodes and other.depth <= size.depth
+            )
+            return all(worth[other] < worth[size] for other in less)
+
+        sizes = every if self.captured else [*filter(exceeds, every)]
         for nodes, alike in itertools.groupby(sizes, key=lambda size: size.nodes):
             if not self.captured:
                 yield [*alike]

@@ -51,28 +51,6 @@ def grow_tree(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> 
     return heapq.nsmallest(nodes - 1, fitting, key=lambda path: (-worth[path], len(path), path))
 
 
-def grow_tree_by_product(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> list[RankPath]:
-    """As `grow_tree`, with Medusa's estimate of a node's worth (arXiv 2401.10774, section 2.3.3).
-
-    The worth of (r_1, ..., r_d) is the product of the shares in which head i had the next token at rank r_i, as if the
-    heads guessed independently of each other. Ties go to the shorter path, then to the lower ranks.
-    """
-    counted = _counted(ranks, nodes)
-    levels = [(level.bincount()[:ranks_below].double() / len(counted)).tolist() for level in counted.T if len(counted)]
-    chosen: list[RankPath] = []
-    waiting: list[tuple[float, int, RankPath]] = [(-1.0, 0, ())]  # worth, length and path
-    while waiting and len(chosen) < nodes:
-        worth, depth, path = heapq.heappop(waiting)
-        chosen.append(path)
-        for rank, share in enumerate(levels[depth] if depth < len(levels) else []):
-            if share:
-                heapq.heappush(waiting, (worth * share, depth + 1, (*path, rank)))
-    return chosen[1:]  # without the root
-
-
-METHODS = {"paths": grow_tree, "product": grow_tree_by_product}
-
-
 @dataclass(frozen=True)
 class TreeStatistics:
     """What the base's own text says of trees, on any machine.
@@ -87,18 +65,18 @@ class TreeStatistics:
     positions: int
 
     @classmethod
-    def of(cls, ranks: Sequence[torch.Tensor], max_nodes: int, method: str, ranks_below: int) -> TreeStatistics:
+    def of(cls, ranks: Sequence[torch.Tensor], max_nodes: int, ranks_below: int) -> TreeStatistics:
         """Of texts whose ranks (S, K) are given.
 
         Every second text is foretold with the tree of the others, and the other way round: a large tree knows the text
         that it was grown on better than any other.
         """
-        grow, deepest = METHODS[method], ranks[0].shape[1]
+        deepest = ranks[0].shape[1]
         texts = torch.cat([*ranks]), torch.cat([*ranks[1::2]]), torch.cat([*ranks[0::2]])
         paths: dict[Size, list[RankPath]] = {ALONE: []}
         steps = {ALONE: [foretold_steps(DraftTree.root_alone(), text[None])[0] for text in ranks]}
         for depth, nodes in itertools.product(range(1, deepest + 1), NODES):
-            every, *halves = (grow(some[:, :depth], min(nodes, max_nodes), ranks_below) for some in texts)
+            every, *halves = (grow_tree(some[:, :depth], min(nodes, max_nodes), ranks_below) for some in texts)
             if all((every, *halves)) and (size := Size(len(every) + 1, max(map(len, every)))) not in paths:
                 paths[size] = every
                 trees = [DraftTree(half) for half in halves]  # of even and odd texts

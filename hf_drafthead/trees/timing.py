@@ -65,10 +65,9 @@ class StepClock:
 
 SLOW = 1.2  # times as fast as the base, below which another dtype may be worth a try
 DTYPES = (torch.float32, torch.bfloat16)
-MANY, LARGE = 8, 4096  # tokens of a step; most rows and columns of the weight that is tried
+MANY, TEXT, LARGE = 8, 256, 4096  # tokens of a step, and of a text; most rows and columns of the weight that is tried
+DEAR = 1.5  # times as much as one token, or as in float32, from where on another dtype is worth a line
 PRODUCT = 1 << 24  # numbers that are multiplied with a token before the clock is looked at, or the weight's
-DEAR = 1.5  # times as much as one token, from where on a tree hardly pays
-TEXT, WIDE = 256, 1024  # tokens of a text that heads are trained on, and the most columns of the weight that is tried
 
 
 def product_seconds(base: Any, tokens: Sequence[int], dtype: torch.dtype | None = None) -> dict[int, float]:
@@ -76,37 +75,30 @@ def product_seconds(base: Any, tokens: Sequence[int], dtype: torch.dtype | None 
     config = base.config.get_text_config(decoder=True)
     sizes = min(4 * config.hidden_size, LARGE), min(config.hidden_size, LARGE)
     weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype or base.dtype)
-    times = min(max(PRODUCT // weight.numel(), 1), 20)
-    rows = {count: weight.new_ones(count, sizes[1]) for count in tokens}
-    runs = {count: functools.partial(_repeated, inputs, weight, times) for count, inputs in rows.items()}
+    times = min(max(PRODUCT // (weight.numel() * max(tokens)), 1), 20)
+
+    def product(rows: torch.Tensor) -> None:
+        for _ in range(times):
+            torch.nn.functional.linear(rows, weight)
+
+    runs = {count: functools.partial(product, weight.new_ones(count, sizes[1])) for count in tokens}
     _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
     return {count: min(each) / times for count, each in seconds.items()}
-
-
-def product_costs(base: Any) -> dict[torch.dtype, float]:
-    """What a product over 8 tokens costs on a CPU, in products over one, by dtype."""
-    seconds = {dtype: product_seconds(base, (1, MANY), dtype) for dtype in DTYPES}
-    return {dtype: of[MANY] / of[1] for dtype, of in seconds.items()}
-
-
-def _repeated(rows: torch.Tensor, weight: torch.Tensor, times: int) -> None:
-    for _ in range(times):
-        torch.nn.functional.linear(rows, weight)
 
 
 def dtype_advice(base: Any) -> str | None:
     """A line about the dtype in which a tree is cheap on this machine, where the base's own is dear; else None."""
     if base.device.type != "cpu" or base.dtype not in DTYPES:
         return None
-    costs = product_costs(base)
-    other = DTYPES[base.dtype == DTYPES[0]]
-    names = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-    if costs[base.dtype] < DEAR or costs[other] > 0.75 * costs[base.dtype]:
+    seconds = {dtype: product_seconds(base, (1, MANY), dtype) for dtype in DTYPES}
+    own, other = base.dtype, DTYPES[base.dtype == DTYPES[0]]
+    costs = {dtype: of[MANY] / of[1] for dtype, of in seconds.items()}
+    if costs[own] < DEAR or costs[other] > 0.75 * costs[own]:
         return None
-    of_base, of_other = (f"{costs[dtype]:.1f} times in {names[dtype]}" for dtype in (base.dtype, other))
+    of_base, of_other = (f"{costs[dtype]:.1f} times in {name_of(dtype)}" for dtype in (own, other))
     return (
         f"a product over {MANY} tokens takes as long here as one over a single token {of_base}, {of_other}: trees pay "
-        f"more with --dtype {names[other]}."
+        f"more with --dtype {name_of(other)}."
     )
 
 
@@ -114,19 +106,18 @@ def training_advice(base: Any) -> str | None:
     """A line about float32, where a CPU multiplies faster in it than in the half precision of the base; else None."""
     if base.device.type != "cpu" or base.dtype.itemsize != 2 or getattr(base, "is_quantized", False):
         return None
-    width, runs = min(base.config.get_text_config(decoder=True).hidden_size, WIDE), {}
-    for dtype in (base.dtype, torch.float32):
-        text, weight = torch.ones(TEXT, width, dtype=dtype), torch.ones(width, width, dtype=dtype)
-        runs[dtype] = functools.partial(torch.nn.functional.linear, text, weight)
-    _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
-    times = min(seconds[base.dtype]) / min(seconds[torch.float32])
-    if times < DEAR:
+    half, full = (product_seconds(base, (TEXT,), dtype)[TEXT] for dtype in (base.dtype, torch.float32))
+    if half < DEAR * full:
         return None
-    name = str(base.dtype).removeprefix("torch.")
     return (
-        f"a product over a text takes {times:.1f} times as long here in {name} as in float32: the training may be "
-        "faster with --dtype float32, which takes twice the memory."
+        f"a product over a text takes {half / full:.1f} times as long here in {name_of(base.dtype)} as in float32: the "
+        "training may be faster with --dtype float32, which takes twice the memory."
     )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As a user writes it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def wait(device: torch.device) -> None:

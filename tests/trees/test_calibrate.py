@@ -66,7 +66,7 @@ def test_an_entry_says_for_what_and_how_it_was_measured(calibrated):
     assert len(first["heads_hash"]) == 16
     measured = first["measured"]
     assert measured["identical"] is True and measured["prompts_sha256"] == "x"
-    assert (measured["method"], measured["temperature"], measured["prompts"]) == ("paths", 0.0, 6)
+    assert (measured["temperature"], measured["prompts"]) == (0.0, 6)
     assert 1 <= measured["tokens_per_step"] < 5 and measured["step_cost"] > 0 and measured["tokens_per_second"] > 0
     assert {nodes for nodes, *_ in measured["candidates"]} <= {2, 4, 6}
     assert measured["copies"][0] == [0, 1.0, 1.0] and len(measured["copies"]) in (2, 3)
@@ -122,7 +122,7 @@ def compare(monkeypatch, step, counted=None, rows=1, captured=False, copies=None
 
     copies: by tokens copied, the steps of a call and what each costs; by default they are worth nothing.
     """
-    counted = counted or TreeStatistics.of(planted(), 40, "paths", 64)
+    counted = counted or TreeStatistics.of(planted(), 40, 64)
     asked = []
 
     def clock(runs, repeats, device, first, after):
@@ -311,7 +311,6 @@ def test_copies_are_tried_where_no_tree_pays_and_no_more_than_a_tree_has_nodes(m
     ({"new_tokens": 4000}, "prompt 1 has 7 tokens, which with 4000 new ones exceed the base's"),
     ({"max_nodes": 1}, "max_nodes is 1: expected 2"), ({"max_nodes": 5000}, "max_nodes is 5000: expected 2"),
     ({"batch_sizes": ()}, "batch_sizes is []"), ({"batch_sizes": (2, 0)}, "batch_sizes is [2, 0]"),
-    ({"method": "luck"}, "method is 'luck': expected one of paths, product."),
     ({"temperature": -1.0}, "temperature is -1.0"), ({"temperature": float("nan")}, "temperature is nan"),
 ], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_bad_input_is_one_line(given, line):
@@ -328,10 +327,10 @@ def test_heads_that_are_never_right_are_refused(monkeypatch):
         count_trees(family("medusa"), PROMPTS, 24, 8)
 
 
-def test_a_calibration_at_a_temperature_and_by_product(monkeypatch):
+def test_a_calibration_at_a_temperature(monkeypatch):
     model = family("medusa")
     torch.manual_seed(1)
     state = torch.get_rng_state()
-    (entry,) = calibrate(model, PROMPTS, temperature=0.8, method="product", **QUICK)
+    (entry,) = calibrate(model, PROMPTS, temperature=0.8, **QUICK)
     assert torch.equal(torch.get_rng_state(), state)
     assert entry["measured"]["temperature"] == 0.8 and entry["measured"]["identical"]

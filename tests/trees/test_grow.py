@@ -5,7 +5,7 @@ import torch
 
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.calibrate import count_trees
-from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics, grow_tree, grow_tree_by_product
+from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics, grow_tree
 from hf_drafthead.trees.rank_paths import foretold_steps
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -31,28 +31,16 @@ def test_every_beginning_of_a_grown_tree_is_a_tree():
         assert DraftTree(paths[:size]).num_nodes == size + 1
 
 
-def test_medusa_s_product_takes_the_heads_as_independent():
-    # head 1: rank 0 in 3 of 4, rank 1 in 1; head 2: rank 0 in half, ranks 1 and 2 in a quarter each
-    ranks = torch.tensor([[0, 1], [0, 2], [0, 0], [1, 0]])
-    # (0,) 3/4, (0, 0) 3/8, (1,) 1/4, (0, 1) 3/16, (0, 2) 3/16, (1, 0) 1/8, (1, 1) 1/16, (1, 2) 1/16
-    expected = [(0,), (0, 0), (1,), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert grow_tree_by_product(ranks, 9) == grow_tree_by_product(ranks, 50) == expected
-    for nodes in range(2, 10):
-        assert DraftTree(grow_tree_by_product(ranks, nodes)).num_nodes == nodes
-
-
-@pytest.mark.parametrize("grow", [grow_tree, grow_tree_by_product])
-def test_a_tree_has_two_nodes_at_least_and_no_rank_that_is_too_high(grow):
+def test_a_tree_has_two_nodes_at_least_and_no_rank_that_is_too_high():
     ranks = torch.cat(planted())
     with pytest.raises(ValueError, match="a tree of 1 nodes drafts nothing: ask for at least 2"):
-        grow(ranks, 1)
-    paths = grow(ranks, 40, ranks_below=3)
+        grow_tree(ranks, 1)
+    paths = grow_tree(ranks, 40, ranks_below=3)
     assert max(rank for path in paths for rank in path) == 2
 
 
-@pytest.mark.parametrize("method", ["paths", "product"])
-def test_trees_of_every_depth_are_counted(method):
-    counted = TreeStatistics.of(planted(), 40, method, 64)
+def test_trees_of_every_depth_are_counted():
+    counted = TreeStatistics.of(planted(), 40, 64)
     assert counted.positions == 24 * 40 and counted.paths.keys() == counted.steps.keys()
     assert {size.depth for size in counted.steps} == {0, 1, 2, 3} and max(counted.steps) == Size(40, 3)
     for size in counted.steps:
@@ -67,7 +55,7 @@ def test_trees_of_every_depth_are_counted(method):
 def test_a_text_is_foretold_with_a_tree_that_was_not_grown_on_it():
     # text 0 has rank 0 everywhere, text 1 rank 1: the tree of either is wrong on the other
     ranks = [torch.zeros(40, 1, dtype=torch.long), torch.ones(40, 1, dtype=torch.long)]
-    counted = TreeStatistics.of(ranks, 2, "paths", 64)
+    counted = TreeStatistics.of(ranks, 2, 64)
     assert counted.steps[Size(2, 1)] == [[1] * 40] * 2
     assert foretold_steps(counted.tree(Size(2, 1)), ranks[0][None]) == [[2] * 20]
 
