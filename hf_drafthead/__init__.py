@@ -12,6 +12,7 @@ from hf_drafthead.version import __version__ as __version__
 
 if TYPE_CHECKING:  # at run time `load_families` brings these, of which those in the last line are the table's
     from hf_drafthead.door import from_pretrained
+    from hf_drafthead.exactness import exact
     from hf_drafthead.formats import convert_checkpoint, export_checkpoint
     from hf_drafthead.generation import DraftHeadGenerateOutput, DraftTree, TextIndex
     from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, from_base
@@ -24,6 +25,7 @@ __all__ = [
     "DraftTree",
     "TextIndex",
     "convert_checkpoint",
+    "exact",
     "export_checkpoint",
     "from_base",
     "from_pretrained",
@@ -36,13 +38,12 @@ def load_families() -> None:
 
     bases.releases.check_installed()  # before anything is imported that another transformers may lack
 
-    from hf_drafthead import door, formats, generation, modeling
+    from hf_drafthead import door, exactness, formats, generation, modeling
     from hf_drafthead.modeling.families import CLASSES
 
+    rooms = (door, exactness, formats, generation, modeling)
     for name in [name for name in __all__ if name not in CLASSES]:
-        globals()[name] = next(
-            getattr(room, name) for room in (door, formats, generation, modeling) if hasattr(room, name)
-        )
+        globals()[name] = next(getattr(room, name) for room in rooms if hasattr(room, name))
     modeling.DraftHeadPreTrainedModel.heads_output = _heads_output
     globals().update(CLASSES)
     __all__.extend(name for name in CLASSES if name not in __all__)

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_drafthead.exactness import Inexact, exact
 from hf_drafthead.modeling.base_model import auto_class
 from hf_drafthead.modeling.families import fresh_heads
 from tests.bases import KINDS, SIZES, SPECIAL
@@ -408,6 +409,30 @@ def row(kind: str) -> tuple[str, str, str, str]:
     return "yes", seen, own, why
 
 
+def exactness(kind: str) -> str:
+    """Whether a base that drafts can be exact in bfloat16, and if not, why.
+
+    Raises:
+        AssertionError: bits of scores differ all the same, of a drafted text or of a row alone.
+    """
+    base = (tiny(kind) if kind in (*TEXT, *IMAGES) else generic(kind)).to(torch.bfloat16)
+    try:
+        exact(base)
+    except Inexact as error:
+        return f"no: {str(error).partition(' cannot be made exact: ')[2] or error}".rstrip(".")
+    call = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    call |= {"eos_token_id": None, "pad_token_id": 0}
+    ids = torch.tensor([[0, 0, 5, 9, 11], [7, 8, 9, 10, 11]])
+    alone, together = base.generate(ids[:1, 2:], **call), base.generate(ids, attention_mask=(ids > 0).long(), **call)
+    drafted = fresh_heads("medusa", base).generate(ids[:1, 2:], **call, draft_tree=SMALL_TREE)
+    assert all(map(torch.equal, alone.logits, drafted.logits)), kind
+    beside = [(one[0], row_of_two[0]) for one, row_of_two in zip(alone.logits, together.logits)]
+    if (beside[0][0] - beside[0][1]).abs().max() > 0.1 * beside[0][0].abs().max():
+        return "yes, but for padding, which it reads"
+    assert all(torch.equal(*pair) for pair in beside), kind
+    return "yes"
+
+
 def others() -> list[str]:
     """All other classes of this version of transformers that can be built tiny from fields of general names."""
     kinds = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(TEXT) - set(IMAGES))
@@ -416,7 +441,7 @@ def others() -> list[str]:
 
 HEADER = (
     "| Base (`model_type`) | Built as | Drafts for text | With images | Decoder layers of heads | "
-    "Why it decodes by itself |\n|---|---|---|---|---|---|"
+    "Why it decodes by itself | Exact |\n|---|---|---|---|---|---|---|"
 )
 
 
@@ -427,7 +452,7 @@ def table() -> str:
 
 def line(kind: str, tried: tuple[str, str, str, str]) -> str:
     """A row as it is written."""
-    return f"| `{kind}` | {checkpoint(kind)} | {' | '.join(tried)} |"
+    return f"| `{kind}` | {checkpoint(kind)} | {' | '.join(tried)} | {exactness(kind) if tried[0] == 'yes' else ''} |"
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ ALLOWED = {
     "generation": {"bases"},
     # a tree is chosen by what was measured with the steps of `generation`, which asks for the choice when it is called
     "trees": {"generation", "bases"},
+    "exactness": {"bases"},
     "batching": {"trees", "generation", "bases"},
     "data": set(),
-    "modeling": {"generation", "bases"},
+    "modeling": {"exactness", "generation", "bases"},
     "cards": {"trees", "modeling", "generation"},
     "door": {"formats", "modeling", "cards", "generation"},
-    "evaluation": {"door", "data", "trees", "modeling", "cards", "generation", "bases"},
+    "evaluation": {"door", "exactness", "data", "trees", "modeling", "cards", "generation", "bases"},
     "training": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "hub_upload": {"modeling", "cards", "generation"},
     "serving": {"data", "evaluation", "modeling", "generation", "bases"},
@@ -36,6 +37,7 @@ ALLOWED = {
     "formats": {"modeling", "cards", "generation"},
     "zoo": {"modeling", "generation"},
     "cli": {
+        "exactness",
         "data",
         "zoo",
         "page",

@@ -7,10 +7,12 @@ import pytest
 import torch
 import typer
 from datasets import Dataset, DatasetDict
+from transformers import pipeline
 
 from hf_drafthead import cli
+from hf_drafthead.exactness import is_exact
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
-from hf_drafthead.modeling import DraftHeadPreTrainedModel
+from hf_drafthead.modeling import DraftHeadPreTrainedModel, MedusaForCausalLM
 from tests.checkpoints import save_base, save_heads
 
 
@@ -181,7 +183,7 @@ def test_bad_input_is_refused_in_one_line(run, arguments, text):
 def test_half_precision_is_loaded_when_asked_for(run, tmp_path):
     file = tmp_path / "verdict.json"
     code, out, _ = run("--dtype", "bfloat16", "--limit", 1, "--batch-size", 1, "--json", file)
-    assert code == 0 and out.endswith(" The check of exactness is --dtype float32.\n")
+    assert code == 0 and out.endswith(" The checks of exactness are --exact and --dtype float32.\n")
     assert json.loads(file.read_text())["dtype"] == str(torch.bfloat16).removeprefix("torch.")
 
 
@@ -198,3 +200,40 @@ def test_a_split_of_a_data_set_is_verified(folder, capsys, tmp_path):
     assert (
         end.value.code == 2 and "has several splits: choose one of train, mine with --split." in capsys.readouterr().err
     )
+
+
+def test_an_exact_base_is_compared_to_the_bit_and_with_itself_as_it_was(run, tmp_path, monkeypatch):
+    file = tmp_path / "verdict.json"
+    options = ("--exact", "--dtype", "bfloat16", "--batch-size", 2, "--json", file)
+    code, out, err = run(*options)
+    assert (code, err) == (0, "") and "Without --exact: " in out
+    assert out.rstrip().endswith("texts are the same. The scores of 0 texts have other bits.")
+    verdict = json.loads(file.read_text())
+    assert verdict["exact"] and verdict["passed"] and not verdict["without_exact"]["exact"]
+    assert len(verdict["checks"]) == len(verdict["without_exact"]["checks"]) == 6
+    right = DraftHeadGenerationMixin.generate
+
+    def nearly(self, *arguments, **kwargs):
+        out = right(self, *arguments, **kwargs)
+        if out.logits is not None:
+            out.logits[0][0, 7] += 2.0**-6
+        return out
+
+    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", nearly)
+    code, out, err = run(*options)
+    assert code == 1 and "texts are the same. The scores of " in out and " 0 texts have" not in out
+    assert json.loads(file.read_text())["identical"] is True
+
+
+def test_a_checkpoint_is_loaded_exact(folder, capsys):
+    with pytest.raises(SystemExit) as end:
+        words = ["generate", folder / "medusa", "--prompt", "ab", "--max-new-tokens", 4, "--dtype", "bfloat16"]
+        cli.main([*map(str, words), "--exact"])
+    assert end.value.code == 0 and "cdef" in capsys.readouterr().out
+    model = MedusaForCausalLM.from_pretrained(folder / "medusa", dtype=torch.float16, exact=True)
+    write = pipeline("text-generation", str(folder / "medusa"), model_kwargs={"exact": True, "dtype": torch.bfloat16})
+    assert is_exact(model) and is_exact(write.model) and write.model.base.dtype == torch.bfloat16
+    with pytest.raises(SystemExit) as end:
+        cli.main(["generate", str(folder / "medusa"), "--prompt", "ab", "--exact", "--dtype", "float64"])
+    assert end.value.code == 2
+    assert "torch.float64 is not made exact: load it in one of" in capsys.readouterr().err

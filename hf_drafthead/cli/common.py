@@ -101,6 +101,7 @@ class Loading:
     dtype: Annotated[str, string("Type of the weights: auto, float32, bfloat16, float16.", "NAME")] = "auto"
     base_model: Annotated[str | None, string("Folder or id of the base, not the one the config names.", "MODEL")] = None
     trust_remote_code: Annotated[bool, flag("--trust-remote-code", "Run the base's own code, if it has any.")] = False
+    exact: Annotated[bool, flag("--exact", "The same bits, drafted or not, alone or in a batch, in any dtype.")] = False
 
     def checked(self) -> Callable[[str], tuple[Any, Any]]:
         """What loads a model, in eval mode, and its tokenizer, from a folder or id, once the options are checked."""
@@ -108,6 +109,7 @@ class Loading:
 
         template, values = read_template(self.chat_template), self.chat_template_kwargs
         arguments = load_arguments(self.dtype, self.device, self.base_model, self.trust_remote_code)
+        arguments |= {"exact": True} if self.exact else {}
 
         def load_model(name: str) -> tuple[Any, Any]:
             model, tokenizer = load(name, **arguments)

@@ -1,5 +1,6 @@
 """`hf-drafthead bench` and `verify`: how fast, and whether exact."""
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -106,18 +107,27 @@ def run_verify(
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.evaluation.verify import calls, verdict_table
     from hf_drafthead.evaluation.verify import verify as check
+    from hf_drafthead.exactness import exact
 
     options: dict[str, Any] = {"batch_size": batch_size, "settings": common.parse_settings(settings)}
     questions = read_questions(prompts, split, limit)
-    loaded, tokenizer = loading.load(model)
+    loaded, tokenizer = dataclasses.replace(loading, exact=False).load(model)
     inputs = encode_all(loaded, tokenizer, batched(questions, 1), max_new_tokens)
     rows = [prompt["input_ids"][0].tolist() for prompt in inputs]
-    with common.bar(calls(rows, **options)) as begin:
-        options |= {"max_new_tokens": max_new_tokens, "seed": seed, "tokenizer": tokenizer}
-        verdict = check(loaded, rows, progress=begin("verify"), **options)
+    of_calls = {"max_new_tokens": max_new_tokens, "seed": seed, "tokenizer": tokenizer, "scores": loading.exact}
+    before = None
+    with common.bar(calls(rows, **options) * (1 + loading.exact)) as begin:
+        if loading.exact:
+            before = check(loaded, rows, progress=begin("as it is"), **options, **of_calls)
+            exact(loaded)
+        verdict = check(loaded, rows, progress=begin("exact" if before else "verify"), **options, **of_calls)
+    if before is not None:
+        common.output().print(verdict_table(before))
+        common.say(f"Without --exact: {before.in_words()} With it:")
     common.output().print(verdict_table(verdict))
     common.say(verdict.in_words())
-    common.write_json(json_path, verdict.to_json(tokenizer))
+    without = {} if before is None else {"without_exact": before.to_json(tokenizer)}
+    common.write_json(json_path, {**verdict.to_json(tokenizer), **without})
     if verdict.stopped:
         where = common.kept_in(json_path, "is")
         common.complain(f"interrupted: this is what was compared until then{where}; it does not show that all is well.")
@@ -128,5 +138,5 @@ def run_verify(
         common.complain(verdict.shortest.in_words(tokenizer))
     if verdict.unverified:
         common.complain(f"nothing was verified of: {', '.join(verdict.unverified)}.")
-    if verdict.shortest is not None or verdict.unverified:
+    if not verdict.passed:
         raise typer.Exit(1)

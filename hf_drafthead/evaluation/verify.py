@@ -4,7 +4,7 @@ batches, up to an end of text, and with the user's settings.
 Shapes: B rows, P prompt positions.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from hf_drafthead.evaluation.calls import as_tokens, drafted, new_rows, steps_of
 from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted
+from hf_drafthead.exactness import is_exact
 from hf_drafthead.trees.choice import small_paths
 from hf_drafthead.trees.rank_paths import left_padded
 
@@ -61,6 +62,8 @@ class Check:
     calls: int = 0
     undrafted: int = 0  # calls in whose steps nothing was guessed
     guessing: int = 0  # calls in which something was; others ended with their first token
+    with_scores: bool = False  # whether logits are compared too
+    scores: int = 0  # texts in which they have other bits
     differences: list[Difference] = field(default_factory=list)
 
     @property
@@ -80,6 +83,7 @@ class Check:
             "different": counts["faults"],
             "calls": self.calls,
             "undrafted_calls": self.undrafted,
+            "texts_with_other_scores": self.scores,
         }
 
 
@@ -108,10 +112,24 @@ class Verdict:
         """Of all checks together, see `rounding.counted`."""
         return counted(sum(check.texts for check in self.checks), self.differences)
 
+    @property
+    def scores(self) -> int:
+        """Texts whose logits have other bits than the base's."""
+        return sum(check.scores for check in self.checks)
+
     def in_words(self) -> str:
         """What was seen, in one sentence; in half precision also how exactness is checked."""
-        precise = self.about["dtype"] in FULL_PRECISION
-        return f"{counts_in_words(self.counts)}." + ("" if precise else " The check of exactness is --dtype float32.")
+        precise = self.about["dtype"] in FULL_PRECISION or self.about["exact"]
+        compared = any(check.with_scores for check in self.checks)
+        scores = f" The scores of {self.scores} texts have other bits." if compared else ""
+        how = "" if precise else " The checks of exactness are --exact and --dtype float32."
+        return f"{counts_in_words(self.counts)}.{scores}{how}"
+
+    @property
+    def passed(self) -> bool:
+        """Whether rounding explains every difference; of an exact base, whether there is none, in scores either."""
+        none = not self.differences and not self.scores
+        return not self.unverified and (none if self.about["exact"] else not self.counts["faults"])
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
         """What was seen in all and in each check, every near tie, and the shortest prompt of a fault.
@@ -123,7 +141,7 @@ class Verdict:
         return {
             **self.about,
             "identical": not self.differences,
-            "passed": not counts["faults"] and not self.unverified,
+            "passed": self.passed,
             "unverified": self.unverified,
             "complete": not self.stopped,
             "differences": counts,
@@ -142,6 +160,7 @@ def verify(
     seed: int = 0,
     settings: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
+    scores: bool = False,
     progress: Callable[[], object] = lambda: None,
 ) -> Verdict:
     """Compare the heads with their base on every prompt, with every check.
@@ -154,6 +173,7 @@ def verify(
         seed: of sampling; the random generator must also be left in the same state.
         settings: of `generate`, such as processors; everything is checked with and without them.
         tokenizer: the base's, needed where the settings have `stop_strings`.
+        scores: whether the bits of logits are compared too.
         progress: called after each call that was compared.
 
     Raises:
@@ -163,6 +183,7 @@ def verify(
     stopped = False
     try:
         for check in checks:
+            check.with_scores = scores
             check.settings = as_tokens(model, check.settings, tokenizer)
             for group in groups(prompts, check.rows):
                 compare(model, check, group, seed)
@@ -179,6 +200,7 @@ def verify(
             "max_new_tokens": max_new_tokens,
             "seed": seed,
             "settings": dict(settings or {}),
+            "exact": is_exact(model),
         },
         checks=checks,
         shortest=None if stopped else shortest_fault(model, checks, seed),
@@ -227,15 +249,20 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     settings = dict(check.settings)
     if check.ends:
         settings["eos_token_id"] = ends_inside_steps(model, inputs, settings)
+    asked = {**settings, "return_dict_in_generate": True, "output_logits": check.with_scores}
     torch.manual_seed(seed)
-    expected = model.base.generate(**inputs, **settings)
+    base_output = model.base.generate(**inputs, **asked)
+    expected = base_output.sequences
     left_at = generator_of(expected.device).get_state()
-    output, guessed = with_guesses(model, inputs, {"acceptance": "exact", **settings}, seed)
+    output, guessed = with_guesses(model, inputs, {"acceptance": "exact", **asked}, seed)
     generator_same = torch.equal(generator_of(expected.device).get_state(), left_at)
     check.calls += 1
     check.undrafted += guessed is False
     check.guessing += guessed is True
     check.texts += len(prompts)
+    if check.with_scores:
+        lengths = map(len, new_rows(model, inputs, expected, settings))
+        check.scores += texts_with_other_scores(lengths, base_output.logits, output.logits)
     if not (generator_same and torch.equal(expected, output.sequences)):
         base, heads = (new_rows(model, inputs, rows, settings) for rows in (expected, output.sequences))
         for row, first in BaseCall(model.base, inputs, settings, seed).differences(base, heads):
@@ -260,6 +287,16 @@ def with_guesses(
         if max(nodes) > 1:
             break
     return output, max(nodes) > 1 or (None if drafted(output) and not steps_of(output).numel() else False)
+
+
+def texts_with_other_scores(
+    lengths: Iterable[int], ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
+) -> int:
+    """In how many rows of so many tokens the logits (B, V) of two calls have other bits somewhere."""
+    pairs, count = list(zip(ours, theirs)), 0
+    for row, length in enumerate(lengths):
+        count += not all(torch.equal(one[row], other[row]) for one, other in pairs[:length])
+    return count
 
 
 def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:

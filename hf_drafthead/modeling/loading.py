@@ -13,6 +13,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from hf_drafthead.bases.releases import keep_picklable
+from hf_drafthead.exactness import exact as make_exact
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP
@@ -249,6 +250,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         convert: bool = False,
         generation_config: GenerationConfig | None = None,
         output_loading_info: bool = False,
+        exact: bool = False,
         **kwargs: Any,
     ) -> LoadedModel | tuple[LoadedModel, dict[str, Any]]:
         """Load trained heads and their base.
@@ -267,6 +269,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             generation_config: use this one instead of the base's with the heads' settings.
             output_loading_info: also return what transformers tells about a loading: which tensors were missing,
                 unexpected or mismatched. There are none, for such a checkpoint is refused.
+            exact: give every token the same bits, drafted or not and in any batch, see `hf_drafthead.exact`.
             kwargs: `revision`, `subfolder` and `variant` speak of the heads' checkpoint; `cache_dir`,
                 `force_download`, `local_files_only`, `proxies` and `token` of every download; all others (`dtype`,
                 `device_map`, `quantization_config`, `attn_implementation`, ...) are for the base. The drafter goes to
@@ -335,6 +338,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.checkpoint_revision = heads.get("revision")
         if generation_config is not None:
             model.generation_config = HeadsGenerationConfig.of(generation_config)
+        model = make_exact(model) if exact else model
         if not output_loading_info:
             return model
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}

@@ -31,6 +31,7 @@ def parser() -> Parser:
     add("--device", default="auto", help="where the model runs: auto, cpu, cuda:1, ...")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     add("--attn-implementation", metavar="NAME", help="of the base: sdpa, eager, ...")
+    add("--exact", action="store_true", help="the same bits, drafted or not, alone or among others, in any dtype")
     add("--trust-remote-code", action="store_true", help="run the code of a base that brings its own")
     add("--slots", type=int, metavar="N", help="requests that are decoded at once")
     add("--max-queue-size", type=int, default=1024, metavar="N", help="requests that may wait (%(default)s), else 503")

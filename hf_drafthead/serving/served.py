@@ -43,6 +43,7 @@ class Served:
         arguments = load_arguments(options.dtype, device, None, options.trust_remote_code) | options.hub
         if options.attn_implementation is not None:
             arguments["attn_implementation"] = options.attn_implementation
+        arguments["exact"] = options.exact
         model_class: Any = BY_MODEL_TYPE[options.model_type]
         self.model = model_class.from_pretrained(options.place, **arguments)
         self.base, self.images, named = self.model.base, None, {**options.hub, **options.trust}

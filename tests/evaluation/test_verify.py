@@ -64,6 +64,7 @@ def test_an_exact_model_passes_every_check(model):
         "different": 0,
         "calls": 4,
         "undrafted_calls": 0,
+        "texts_with_other_scores": 0,
     }
     assert report["heads_hash"] == identity(model)["heads_hash"] and "base_revision" in report
 
@@ -194,7 +195,7 @@ def test_a_tie_that_rounding_decides_is_no_fault(monkeypatch):
     assert ties and all(tie.near_tie for tie in ties)
     texts = sum(check.texts for check in found.checks)
     assert found.in_words().startswith(f"{texts - len(ties)} of {texts} texts are the same, {len(ties)} differ from a ")
-    assert found.in_words().endswith("in probability). The check of exactness is --dtype float32.")
+    assert found.in_words().endswith("in probability). The checks of exactness are --exact and --dtype float32.")
     report = found.to_json(byte_tokenizer())
     assert (report["identical"], report["passed"], report["differences"]["faults"]) == (False, True, 0)
     assert report["differences"]["rounding"] == len(ties) == len(report["near_ties"])

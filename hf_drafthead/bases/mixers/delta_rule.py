@@ -10,7 +10,7 @@ too, all nodes at once:
     at node a, S <- e^(G_a) S + sum over a and its ancestors of e^(G_a - G_j) k_j Delta_j^T
 
 (Gated DeltaNet, arXiv 2412.06464, equations 8 to 10, in which a chunk's causal mask is the ancestors here; Kimi Linear,
-arXiv 2510.26692.) As in transformers, all of it is float32, whatever the base's dtype.
+arXiv 2510.26692.) All of it is float32, as in transformers, or float64 where the state is.
 
 Shapes: B rows, N nodes, D nodes on a path, H heads of values, K heads of keys, k and v their sizes.
 """
@@ -71,14 +71,14 @@ def delta_rule_of_nodes(
         use_qk_l2norm_in_kernel: normalize queries and keys.
     """
     dtype, layer, tree, state = value.dtype, initial_state.layer, initial_state.tree, initial_state.state
-    query, key, value, g, beta = (part.float() for part in (query, key, value, g, beta))
+    query, key, value, g, beta = (part.to(state.dtype) for part in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         query, key = (part * torch.rsqrt(part.square().sum(-1, keepdim=True) + 1e-6) for part in (query, key))
     if (shared := key.shape[2] // key_heads(layer.held_inputs[0], state)) > 1:  # earlier releases repeat them
         query, key = query[:, :, ::shared], key[:, :, ::shared]
     query = query * query.shape[-1] ** -0.5
     above, heads = tree.above(g.device)[:, None], state.shape[1]  # (R, 1, N, N)
-    sums = torch.matmul(tree.sums(g.device), g.flatten(2)).view(g.shape)  # (B, N, H[, k])
+    sums = torch.matmul(tree.sums(g), g.flatten(2)).view(g.shape)  # (B, N, H[, k])
     layer.write("keys", key)
     layer.write("decays", sums)
     keys, queries = (of_heads(part, heads).transpose(1, 2) for part in (key, query))  # (B, H, N, k)

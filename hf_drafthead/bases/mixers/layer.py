@@ -71,9 +71,9 @@ class TreeTables:
         """`ancestors` on a device."""
         return self._once(("above", device), lambda: self.ancestors.to(device))
 
-    def sums(self, device: torch.device) -> torch.Tensor:
-        """(R, N, N) float, which sums over each node and those above it."""
-        return self._once(("sums", device), lambda: self.ancestors.to(device, torch.float32))
+    def sums(self, like: torch.Tensor) -> torch.Tensor:
+        """(R, N, N) of the type of another tensor, which sums over each node and those above it."""
+        return self._once(("sums", like.device, like.dtype), lambda: self.ancestors.to(like))
 
     def windows(self, width: int, device: torch.device) -> torch.Tensor:
         """(R, N, W) what each node's window holds, oldest first, of W committed inputs with all nodes behind them."""
@@ -111,8 +111,8 @@ class Nodes:
 
     @property
     def state(self) -> torch.Tensor:
-        """The committed state, float32."""
-        return self.layer.held_states[self.number].float()
+        """The committed state, float32 or wider."""
+        return (state := self.layer.held_states[self.number]).to(torch.promote_types(state.dtype, torch.float32))
 
     def to(self, *_: Any) -> Nodes:
         """Themselves: mixers give the new state another dtype, and there is none yet."""
@@ -205,8 +205,8 @@ class RecurrentLayer(LinearAttentionLayer):
         conv_inputs = {f"inputs {number}": inputs for number, inputs in self.held_inputs.items() if inputs is not None}
         shapes: dict[str, Any] = {name: (inputs.shape[1:2], inputs.dtype) for name, inputs in conv_inputs.items()}
         if (state := self.held_states[0]) is not None:
-            of_nodes = self.kind.record(self.held_inputs[0], state)
-            shapes |= {name: (shape, torch.float32) for name, shape in of_nodes.items()}
+            dtype = torch.promote_types(state.dtype, torch.float32)
+            shapes |= {name: (shape, dtype) for name, shape in self.kind.record(self.held_inputs[0], state).items()}
         self.record = {
             name: torch.zeros(self.cache.rows, nodes, *shape, dtype=dtype, device=self.device)
             for name, (shape, dtype) in shapes.items()

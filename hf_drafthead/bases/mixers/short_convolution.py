@@ -42,19 +42,19 @@ def convolve_nodes(
     """
     layer, inputs = hidden_states.layer, hidden_states.inputs
     layer.write(f"inputs {hidden_states.number}", inputs.transpose(1, 2))
-    width, device = weight.shape[-1], inputs.device
-    windows = hidden_states.tree.windows(width, device)  # (R, N, W)
-    committed = layer.held_inputs[hidden_states.number][..., -width:]
-    line = torch.cat([committed, inputs], dim=2).to(weight.dtype)
-    rows, channels, nodes = inputs.shape
-    if len(windows) == 1:
-        seen = line.index_select(2, windows.flatten())
-    else:
-        seen = line.gather(2, windows.flatten(1)[:, None].expand(-1, channels, -1))
-    seen = seen.view(rows, channels, nodes, width)
-    outputs = torch.matmul(seen, weight[..., None])[..., 0]
-    outputs = outputs if bias is None else outputs + bias[:, None]
-    return (outputs if activation is None else ACT2FN[activation](outputs)).to(inputs.dtype)
+    windows = hidden_states.tree.windows(weight.shape[-1], inputs.device)  # (R, N, W)
+    line = torch.cat([layer.held_inputs[hidden_states.number][..., -weight.shape[-1] :], inputs], 2).to(weight.dtype)
+    places = windows.flatten(1)[:, None].expand(-1, inputs.shape[1], -1)
+    seen = line.index_select(2, windows.flatten()) if len(windows) == 1 else line.gather(2, places)
+    return convolved(seen.view(*inputs.shape, -1), weight, bias, activation).to(inputs.dtype)
+
+
+def convolved(windows: torch.Tensor, weight: torch.Tensor, bias: Any, activation: str | None) -> torch.Tensor:
+    """(B, C, N) of windows (B, C, N, W), one tap after the other: the same bits whatever else is in the call."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    terms: Any = windows.to(wide) * weight[:, None].to(wide)
+    outputs = sum(terms.unbind(-1)).to(weight.dtype) + (0 if bias is None else bias[:, None])
+    return (outputs if activation is None else ACT2FN[activation](outputs)).to(windows.dtype)
 
 
 def convolve_root(

@@ -65,10 +65,10 @@ def scan_nodes(
     """
     dtype, layer, tree, state = hidden_states.dtype, initial_states.layer, initial_states.tree, initial_states.state
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
-    dt = (softplus(dt) if dt_softplus else dt).float()
-    x, B, C = (part.float() for part in (hidden_states, B, C))
+    dt = (softplus(dt) if dt_softplus else dt).to(state.dtype)
+    x, B, C = (part.to(state.dtype) for part in (hidden_states, B, C))
     groups = B.shape[2]
-    sums = torch.matmul(tree.sums(dt.device), dt * A.float())  # (B, N, H)
+    sums = torch.matmul(tree.sums(dt), dt * A.to(dt))  # (B, N, H)
     steps = x * dt[..., None]
     for name, values in (("steps", steps), ("directions", B), ("decays", sums)):
         layer.write(name, values)
@@ -79,7 +79,7 @@ def scan_nodes(
     of_nodes = ((C @ B.mT) * between) @ steps.transpose(1, 2).unflatten(1, (groups, -1))  # (B, K, H / K, N, P)
     of_past = C @ state.unflatten(1, (groups, -1)).mT
     outputs = (of_nodes + of_past * sums.exp().unflatten(1, (groups, -1))[..., None]).flatten(1, 2).transpose(1, 2)
-    outputs = outputs if D is None else outputs + x * D.float()[:, None]
+    outputs = outputs if D is None else outputs + x * D.to(x)[:, None]
     return outputs.to(dtype).contiguous(), initial_states
 
 

@@ -1,0 +1,137 @@
+"""A base's modules as they are where it is exact: of classes made of their own, which have the same names.
+
+A class is exchanged and nothing else: parameters, hooks, configs and what is saved stay as they are, and `restore`
+gives the classes of before. Steps run operation by operation: a compiler rounds elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2CLS
+
+from hf_drafthead.bases.mixers import names_in_forward
+from hf_drafthead.exactness import attention
+from hf_drafthead.exactness.products import RowByRow, elementwise, product
+from hf_drafthead.exactness.states import EXACT_FORMS, RECURRENT, exactly
+
+PLAIN = "plain_class"  # the attribute of such a class with that of before
+BEFORE = "implementations_before_exact"  # the attribute of a base with its config's attention and experts of before
+BY_ITSELF = (nn.Linear, *{kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})  # is exact
+Make = Callable[[type[nn.Module]], Callable[..., Any]]
+
+
+class Inexact(ValueError):
+    """A base cannot be made exact; the text names the module."""
+
+
+CHANGED: dict[tuple[Any, Make], Any] = {}
+
+
+def changed(plain: Any, make: Make) -> Any:
+    """A class with another forward. Its modules are pickled and copied as those of the plain one, and changed again."""
+    if (plain, make) not in CHANGED:
+        named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, PLAIN: plain}
+        named["forward"] = functools.wraps(plain.forward)(make(plain))
+        named["__reduce_ex__"] = lambda self, _: (_blank, (plain, make), self.__dict__)
+        CHANGED[plain, make] = type(plain.__name__, (plain,), named)
+    return CHANGED[plain, make]
+
+
+def _blank(plain: Any, make: Make) -> Any:
+    return object.__new__(changed(plain, make))
+
+
+def _linear(plain: type[nn.Module]) -> Callable[..., Any]:
+    return lambda self, inputs: product(inputs, self.weight, self.bias)
+
+
+def _activation(plain: type[nn.Module]) -> Callable[..., Any]:
+    return lambda self, inputs: elementwise(functools.partial(plain.forward, self), inputs)
+
+
+def _decoder(plain: type[nn.Module]) -> Callable[..., Any]:
+    return torch.compiler.disable(plain.forward, reason="an exact base runs operation by operation.")
+
+
+def row_by_row(plain: type[nn.Module]) -> Callable[..., Any]:
+    """A forward in which all products and functions are exact."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with RowByRow():
+            return plain.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _mixer(plain: type[nn.Module]) -> Callable[..., Any]:
+    """The same code, which finds other functions by the names of those that fold tokens into a state."""
+    code = inspect.unwrap(plain.forward)
+    forms = {name: exactly(name, code.__globals__[name]) for name in EXACT_FORMS if name in code.__globals__}
+    names = {**code.__globals__, **forms}
+    other = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    other.__kwdefaults__ = code.__kwdefaults__
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with RowByRow():
+            return other(self, *args, **kwargs)
+
+    return forward
+
+
+def make_exact(base: PreTrainedModel) -> None:
+    """Exchange the classes of a base's modules, its attention and its experts' implementation.
+
+    Raises:
+        Inexact: a module cannot be exact.
+    """
+    config, decoder = base.config, base.get_decoder()
+    parts = {"": config, **{name: getattr(config, name, None) for name in config.sub_configs}}
+    attends = {name: part._attn_implementation for name, part in parts.items() if part is not None}
+    base.__dict__[BEFORE] = (attends, config._experts_implementation)
+    base.set_attn_implementation(attention.NAME)
+    base.set_experts_implementation("eager")
+    for name, module in base.named_modules():
+        if (make := _how(module, decoder)) is None:
+            continue
+        if "forward" in vars(module):
+            raise Inexact(f"{named(base, name)} has a forward of its own, as modules that are offloaded have")
+        if base.dtype == torch.float32 and names_in_forward(module)[1] & set(RECURRENT):
+            raise Inexact(f"{named(base, name)} keeps a state, for which it has to be in bfloat16 or float16")
+        module.__class__ = changed(type(module), make)
+
+
+def _how(module: nn.Module, decoder: nn.Module) -> Make | None:
+    """How the forward of a module is to be changed."""
+    if module is decoder:
+        return _decoder
+    if type(module).forward is nn.Linear.forward:
+        return _linear
+    if isinstance(module, BY_ITSELF[1:]):
+        return _activation
+    if names_in_forward(module)[1] & set(EXACT_FORMS):
+        return _mixer
+    wide = any(parameter is not None and parameter.dim() > 1 for parameter in module._parameters.values())
+    return row_by_row if wide and not isinstance(module, nn.Embedding) else None  # experts, routers, convolutions
+
+
+def named(base: PreTrainedModel, name: str) -> str:
+    """A module in words."""
+    return f"{name or 'the base'} ({type(base.get_submodule(name)).__name__})"
+
+
+def restore(base: PreTrainedModel) -> None:
+    """Give modules the classes of before, and the config its implementations."""
+    attends, experts = base.__dict__.pop(BEFORE, (None, None))
+    for module in base.modules():
+        module.__class__ = getattr(type(module), PLAIN, type(module))
+    if attends is not None:
+        base.set_attn_implementation({name: kind for name, kind in attends.items() if kind is not None})
+        base.set_experts_implementation(experts)

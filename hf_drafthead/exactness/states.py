@@ -1,0 +1,182 @@
+"""Layers that keep a state: one way to fold tokens in, whether they come as a prompt, one by one, or as a tree.
+
+transformers folds a prompt in by chunks and single tokens one by one, in float32, and rounds on the way. Here all take
+the tree form (`bases.mixers`), of which a text is a tree without branches, and states are float64: what an order
+changes there does not show in bfloat16 and float16. A convolution adds one tap after the other.
+
+Shapes: B rows, T tokens, C channels, W width of a convolution, H heads, k, v and n sizes, P of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_drafthead.bases.mixers import TREE_FORMS
+from hf_drafthead.bases.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
+from hf_drafthead.bases.mixers.layer import AcceptedPath, Mixer, Nodes, TreeTables
+from hf_drafthead.bases.mixers.short_convolution import convolved
+from hf_drafthead.bases.mixers.state_space import StateSpace, scan_nodes, scan_root
+
+CHUNK = 64  # tokens of a text at a time
+
+
+class Text:
+    """So many tokens behind each other, in the place of the `Nodes` of a tree."""
+
+    def __init__(self, state: torch.Tensor, count: int, channels: int = 0):
+        self.layer, self.state = self, state.double()
+        self.record: dict[str, torch.Tensor] = {}
+        self.held_inputs = {0: state.new_empty(1, channels, 0)}
+        order = torch.arange(count, device=state.device)
+        self.tree = TreeTables((order - 1).clamp(min=0)[None], (order[:, None] >= order)[None])
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        self.record[name] = values
+
+    def folded(self, kind: Mixer) -> torch.Tensor:
+        """The state behind the tokens."""
+        state, rows, count = self.state.clone(), len(self.state), self.tree.parents.shape[1]
+        order = torch.arange(count, device=state.device).expand(rows, -1)
+        kind.fold(state, self.record, AcceptedPath.of(order, order[:, -1] + 1))
+        return state
+
+
+class Kept(torch.Tensor):
+    """A state that is float64 whatever type a mixer gives it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to(self, *_: Any, **__: Any) -> Kept:  # type: ignore[override]
+        return self
+
+
+def in_chunks(form: Callable[[slice, Text], torch.Tensor], kind: Mixer, state: torch.Tensor, count: int, channels: int):
+    """What a form gives of all tokens, chunk by chunk, and the state behind them."""
+    outputs = []
+    for start in range(0, count, CHUNK):
+        part = slice(start, min(start + CHUNK, count))
+        text = Text(state, part.stop - start, channels)
+        outputs.append(form(part, text))
+        state = text.folded(kind)
+    return torch.cat(outputs, dim=1), state.as_subclass(Kept)
+
+
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As transformers' functions: outputs (B, T, H, v) and, if asked for, the state (B, H, k, v)."""
+    (rows, count, heads, wide), (key_heads, size) = value.shape, key.shape[2:]
+    if initial_state is None:
+        initial_state = value.new_zeros(rows, heads, size, wide)
+
+    def form(part: slice, text: Any) -> torch.Tensor:
+        inputs: Any = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+        inputs = {name: tensor[:, part] for name, tensor in inputs.items()}
+        normed = use_qk_l2norm_in_kernel
+        return delta_rule_of_nodes(**inputs, initial_state=text, use_qk_l2norm_in_kernel=normed)[0]
+
+    channels = 2 * key_heads * size + heads * wide  # queries, keys and values side by side
+    outputs, state = in_chunks(form, DeltaRule(g.dim() == 4), initial_state, count, channels)
+    return outputs, state if output_final_state else None
+
+
+def chunk_scan(
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int = 0,
+    initial_states: torch.Tensor | None = None,
+    return_final_states: bool = False,
+    z: torch.Tensor | None = None,
+    **more: Any,
+) -> Any:
+    """As `mamba_chunk_scan_combined`: (B, T, H, P), and the state (B, H, P, n) if asked for."""
+    rows, count, heads, size = hidden_states.shape
+    state = hidden_states.new_zeros(rows, heads, size, B.shape[-1]) if initial_states is None else initial_states
+
+    def form(part: slice, text: Any) -> torch.Tensor:
+        x, steps = hidden_states[:, part], dt[:, part]
+        return scan_nodes(x, steps, A, B[:, part], C[:, part], initial_states=text, **more)[0]
+
+    outputs, state = in_chunks(form, StateSpace(), state, count, 0)
+    outputs = outputs if z is None else outputs * nn.functional.silu(z)
+    return (outputs, state) if return_final_states else outputs
+
+
+def scan_token(state: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `selective_state_update`: (B, H, P), and the state is another."""
+    text: Any = Text(state, 1)
+    outputs = scan_root(text, *args, **kwargs)
+    state.copy_(text.folded(StateSpace()))
+    return outputs
+
+
+def convolve_text(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """As `causal_conv1d_fn`: (B, C, T)."""
+    line = nn.functional.pad(hidden_states, (weight.shape[-1] - 1, 0))
+    windows = line.unfold(2, weight.shape[-1], 1)
+    return convolved(windows, weight, bias, activation)
+
+
+def convolve_token(
+    hidden_states: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """As `causal_conv1d_update`: (B, C, T), and the last inputs (B, C, W) are others."""
+    line = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], dim=-1)
+    conv_state.copy_(line[..., -conv_state.shape[-1] :])
+    windows = line[..., -hidden_states.shape[-1] - weight.shape[-1] + 1 :].unfold(2, weight.shape[-1], 1)
+    return convolved(windows, weight, bias, activation)
+
+
+RECURRENT: dict[str, Callable[..., Any]] = {
+    "torch_chunk_gated_delta_rule": delta_rule,
+    "torch_recurrent_gated_delta_rule": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "recurrent_kimi_delta_attention": delta_rule,
+    "mamba2_chunk_scan": chunk_scan,
+    "mamba2_selective_state_update": scan_token,
+}
+EXACT_FORMS: dict[str, Callable[..., Any]] = {
+    **RECURRENT,
+    "causal_conv1d_fn": convolve_text,
+    "causal_conv1d_update": convolve_token,
+}
+EXACT_FORMS["mamba2_split_conv1d_scan_combined"] = lambda *_, **__: None  # a kernel of all, for training
+
+
+def exactly(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a mixer's module: over nodes its tree form, else the form of here."""
+
+    @functools.wraps(function)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        of_nodes = any(isinstance(value, Nodes) for value in (*args, *kwargs.values()))
+        forms: dict[str, Callable[..., Any]] = TREE_FORMS if of_nodes else EXACT_FORMS
+        return forms[name](*args, **kwargs)
+
+    return either

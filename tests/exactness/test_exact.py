@@ -1,0 +1,325 @@
+"""The same bits of scores, drafted or not, alone or among others; and what differs where a base is not exact."""
+
+import copy
+import functools
+import os
+import pickle
+import random
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import CompileConfig
+
+import hf_drafthead
+from hf_drafthead.bases.releases import CACHE
+from hf_drafthead.exactness import Inexact, attention, is_exact, products
+from hf_drafthead.exactness.attention import order_free
+from hf_drafthead.exactness.trial import first_difference
+from hf_drafthead.generation.tree import DynamicTree
+from tests.bases import HYBRID, KINDS, tiny_base
+from tests.batching.conftest import managed  # noqa: F401
+from tests.batching.requests import add, alone, final
+from tests.families import FAMILIES
+from tests.generation.agreement import prompt
+from tests.generation.test_fuzz import trees
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {**HALF, "float32": torch.float32}
+REFUSED = {"mpt": "attends past", "mamba": r"mixer \(MambaMixer\) gives other bits"}
+TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
+ATTENDING = [kind for kind in KINDS if kind not in REFUSED]
+FEW_KINDS = ["llama-gqa", "gemma2", "gpt2", "qwen3.5", "granite-hybrid", "lfm2-moe"]
+
+
+@functools.cache
+def exact_base(kind: str, dtype: torch.dtype):
+    return hf_drafthead.exact(tiny_base(kind, dtype=dtype, attn_implementation=None))
+
+
+@functools.cache
+def heads(family: str, kind: str, dtype: torch.dtype):
+    return next(one for one in FAMILIES if one.name == family).build(exact_base(kind, dtype))
+
+
+def said(generate, inputs, seed=3, **call):
+    torch.manual_seed(seed)
+    return generate(
+        **inputs, pad_token_id=0, eos_token_id=None, output_logits=True, return_dict_in_generate=True, **call
+    )
+
+
+def same_bits(one, other) -> bool:
+    """Whether two outputs have the same texts and, at each token, logits of the same bits."""
+    logits = all(torch.equal(*pair) for pair in zip(one.logits, other.logits))
+    return len(one.logits) == len(other.logits) and logits and torch.equal(one.sequences, other.sequences)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*ATTENDING, *HYBRID])
+def test_a_drafted_text_has_the_bits_of_the_bases(kind, dtype, samples):
+    if dtype == "float32" and kind in HYBRID and not kind.startswith("lfm2"):
+        pytest.skip("such a base is refused")
+    model, drafted = heads("medusa", kind, DTYPES[dtype]), 0
+    for rows, tree in ((1, TREE), (3, [[0]]), (4, "dynamic"), (2, [*TREE, *[[3, rank] for rank in range(9)]])):
+        inputs, call = prompt(rows, longest=20, seed=rows), {"max_new_tokens": 12, "do_sample": samples}
+        expected = said(model.base.generate, inputs, **call)
+        tree = [path for path in tree if path[:-1] in [[], *tree]] if isinstance(tree, list) else tree
+        found = said(model.generate, inputs, **call, draft_tree=tree, prompt_lookup_num_tokens=2 if rows == 2 else None)
+        assert same_bits(found, expected)
+        drafted += found.accepted_lengths is not None
+    assert drafted == 4
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*ATTENDING, *HYBRID])
+def test_a_row_of_a_batch_has_the_bits_of_the_row_alone(kind, dtype):
+    if dtype == "float32" and kind in HYBRID and not kind.startswith("lfm2"):
+        pytest.skip("such a base is refused")
+    base, inputs = exact_base(kind, DTYPES[dtype]), prompt(5, longest=30)
+    together = said(base.generate, inputs, max_new_tokens=8, do_sample=False)
+    for row, mask in enumerate(inputs["attention_mask"].bool()):
+        single = said(base.generate, {"input_ids": inputs["input_ids"][row, mask][None]}, max_new_tokens=8)
+        assert torch.equal(single.sequences[0, -8:], together.sequences[row, -8:])
+        for one, other in zip(single.logits, together.logits):
+            assert torch.equal(one[0], other[row])
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_heads_of_every_family(family):
+    model, inputs = heads(family.name, "llama-gqa", torch.bfloat16), prompt(2, longest=20)
+    expected = said(model.base.generate, inputs, max_new_tokens=16)
+    assert same_bits(said(model.generate, inputs, max_new_tokens=16, draft_tree=[[0], [1]]), expected)
+
+
+@pytest.mark.parametrize("kind", FEW_KINDS)
+def test_a_request_among_others_has_the_text_of_one_alone(kind, managed):  # noqa: F811
+    model, dice = heads("medusa", kind, torch.bfloat16), random.Random(kind)
+    manager = managed(model, draft_tree=[[0], [1], [0, 0]])
+    sampled = [{}, {"do_sample": True, "temperature": 0.8, "seed": 7}]
+    requests = []
+    for number in range(9):
+        tokens = [dice.randrange(3, 67) for _ in range(dice.randint(2, 40))]
+        requests.append((tokens, {"max_new_tokens": 14, "eos_token_id": None, **sampled[number % 2]}))
+    names = [add(manager, request) for request in requests]
+    assert [final(manager, name).generated_tokens for name in names] == [alone(model.base, one) for one in requests]
+
+
+@pytest.mark.parametrize(
+    "call", [{"cache_implementation": "static"}, {"prefill_chunk_size": 3}], ids=["static", "chunks"]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_cache_and_any_way_to_read_the_prompt(call, dtype):
+    model, inputs = heads("medusa", "mistral-sliding", DTYPES[dtype]), prompt(2, longest=20)
+    how = {"max_new_tokens": 10, "do_sample": False}
+    expected = said(model.base.generate, inputs, **how)
+    for generate, more in ((model.base.generate, {}), (model.generate, {"draft_tree": TREE})):
+        more |= {"disable_compile": True} if "cache_implementation" in call else {}
+        assert same_bits(said(generate, inputs, **how, **call, **more), expected)
+
+
+def test_a_cache_goes_on_with_the_next_turn():
+    model, inputs = heads("medusa", "qwen3.5", torch.bfloat16), prompt(1, longest=20)
+    how = {"max_new_tokens": 10, "do_sample": False, "draft_tree": TREE}
+    first = said(model.generate, inputs, **how)
+    longer = {"input_ids": torch.cat([first.sequences, torch.tensor([[9, 11, 5]])], dim=1)}
+    again = said(model.generate, longer, **how, **{CACHE: first[CACHE]})
+    assert same_bits(again, said(model.base.generate, longer, max_new_tokens=10, do_sample=False))
+
+
+@pytest.mark.parametrize("dtype", HALF)
+def test_the_policys_chances_of_a_text_are_those_of_its_drafted_rollout(dtype):
+    """What trainers of policies compare: one forward over whole texts, padded, and the steps that wrote them."""
+    family = next(one for one in FAMILIES if one.name == "medusa")
+    model = family.build(hf_drafthead.exact(tiny_base("qwen3", dtype=HALF[dtype])))
+    inputs = prompt(3, longest=12)
+    rollout = said(model.generate, inputs, max_new_tokens=10, do_sample=True, draft_tree=TREE)
+    written = torch.stack(rollout.logits, dim=1).log_softmax(-1)
+    new, mask = rollout.sequences[:, 12:], torch.ones_like(rollout.sequences)
+    mask[:, :12] = inputs["attention_mask"]
+    model.base.requires_grad_(True)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model.base(rollout.sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    policy = logits[:, 11:-1].float().log_softmax(-1)
+    chances = (part.gather(-1, new[..., None]) for part in (policy, written.float()))
+    assert torch.equal(*chances)
+    policy.gather(-1, new[..., None]).sum().backward()
+    assert all(weight.grad.isfinite().all() and weight.grad.any() for weight in model.base.model.layers.parameters())
+
+
+def drafted_call(accepted, place, kind, dtype, tree, rows, longest, seed, samples, lookup):
+    family = FAMILIES[place]
+    model = heads(family.name, kind, HALF[dtype])
+    tree = [path for path in tree if len(path) <= (model.drafter.max_depth or 5)] if isinstance(tree, list) else tree
+    inputs, call = prompt(rows, longest=longest, seed=seed), {"max_new_tokens": 12, "do_sample": samples}
+    expected = said(model.base.generate, inputs, seed, **call)
+    found = said(model.generate, inputs, seed, **call, draft_tree=tree, prompt_lookup_num_tokens=lookup)
+    assert same_bits(found, expected)
+    accepted.append(found.accepted_lengths is not None)
+
+
+def test_any_call_in_half_precision():
+    accepted = []
+    strategies = {
+        "place": st.integers(0, len(FAMILIES) - 1),
+        "kind": st.sampled_from(FEW_KINDS),
+        "dtype": st.sampled_from(list(HALF)),
+        "tree": trees() | st.sampled_from([DynamicTree(8, 2, 3), DynamicTree(12, 3, 3)]),
+        "rows": st.integers(1, 4),
+        "longest": st.integers(1, 40),
+        "seed": st.integers(0, 1000),
+        "samples": st.booleans(),
+        "lookup": st.none() | st.integers(1, 6),
+    }
+    fuzz = given(**strategies)(lambda **call: drafted_call(accepted, **call))
+    seed = os.environ.get("FUZZ_SEED")
+    fuzz = settings(max_examples=EXAMPLES, derandomize=seed is None, deadline=None, database=None)(fuzz)
+    (fuzz if seed is None else hypothesis.seed(int(seed))(fuzz))()
+    assert len(accepted) >= EXAMPLES and sum(accepted) >= 0.7 * len(accepted)
+
+
+# What makes the comparison fail where a base is not exact.
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", ["llama-gqa", "qwen3.5", "granite-hybrid"])
+def test_the_trial_sees_what_a_base_does_that_is_not_exact(kind):
+    base = tiny_base(kind, dtype=torch.bfloat16 if kind in HYBRID else torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_drafthead.exactness.trial._check_attended", lambda *_: None)
+        assert first_difference(base) is not None
+    assert first_difference(hf_drafthead.exact(base)) is None
+
+
+def keys_in_order(order: list[int], function, dtype=torch.float32) -> torch.Tensor:
+    """Attention of a node over 37 keys, in this order."""
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(1, heads, length, 16, generator=generator).to(dtype)
+        for heads, length in ((400, 1), (200, len(order)), (200, len(order)))
+    )
+    module = torch.nn.Module().eval()
+    return function(module, query, keys[:, :, order], values[:, :, order], None, scaling=1.0)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_in_another_order_give_other_bits_in_a_fused_attention_alone(dtype):
+    order = torch.randperm(37, generator=torch.Generator().manual_seed(1)).tolist()
+
+    def fused(module, query, keys, values, mask, scaling):
+        found = torch.nn.functional.scaled_dot_product_attention(query, keys, values, scale=scaling, enable_gqa=True)
+        return found.transpose(1, 2), None
+
+    for function, alike in ((fused, False), (order_free, True)):
+        both = [keys_in_order(places, function, DTYPES[dtype]) for places in (list(range(37)), order)]
+        assert torch.equal(*both) == alike
+        torch.testing.assert_close(*both, rtol=0.02, atol=0.002)
+
+
+def test_sums_that_an_order_may_decide_are_computed_of_sorted_terms(monkeypatch):
+    """Of a few values the plain sums in float64 have other bits in another order; the sorted ones of none."""
+    monkeypatch.setattr(attention, "NEAR", 2.0**-32)
+    computed = []
+    sums = attention.sorted_sums
+    monkeypatch.setattr(attention, "sorted_sums", lambda *of: computed.append(sums(*of)) or computed[-1])
+    order = list(reversed(range(37)))
+    assert torch.equal(*(keys_in_order(places, order_free) for places in (list(range(37)), order)))
+    half = len(computed) // 2
+    assert half > 5 and all(map(torch.equal, computed[:half], computed[half:]))
+    result = torch.tensor([1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-40, 1 + 2.0**-25], dtype=torch.float64)
+    assert attention.near(result, torch.tensor(2.0**-45)).tolist() == [True, False, False]
+
+
+def test_a_masked_key_and_a_node_that_sees_nothing(monkeypatch):
+    module, value = torch.nn.Module().eval(), torch.randn(1, 2, 5, 8).bfloat16()
+    mask = torch.tensor([[True, False, True, False, False], [False] * 5])[None, None]
+    for most in (attention.MOST, 1):  # in one piece, and in as many as there can be
+        monkeypatch.setattr(attention, "MOST", most)
+        found, _ = order_free(module, value[:, :, :2], value, value, mask)
+        alone, _ = order_free(module, value[:, :, :1], value[:, :, [2, 0]], value[:, :, [2, 0]], None)
+        assert torch.equal(found[:, :1], alone) and not found[:, 1].any()
+
+
+def uneven(rows: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
+    """A product whose order depends on the number of rows, and where there are 7 on the row's place."""
+    if len(rows) == 7:
+        return torch.cat([rows[:3] @ weight.T, uneven(rows[3:], weight)])
+    half = rows.shape[1] // 3
+    return (
+        rows @ weight.T
+        if len(rows) >= 4
+        else (rows[:, half:] @ weight[:, half:].T + rows[:, :half] @ weight[:, :half].T)
+    )
+
+
+def test_rows_of_another_number_are_filled_up_to_one_that_agrees():
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(300, 96, generator=generator), torch.randn(40, 96, generator=generator)
+    whole = products.product(rows, weight, None, uneven)
+    assert not torch.equal(uneven(rows[:1], weight), uneven(rows[:8], weight)[:1])
+    for count in (1, 2, 3, 4, 5, 7, 31, 100, 299):
+        assert torch.equal(products.product(rows[:count], weight, None, uneven), whole[:count])
+        assert torch.equal(products.product(rows[None, -count:], weight, None, uneven), whole[None, -count:])
+    (tried,) = [of for key, of in products.TRIED.items() if uneven in key]
+    assert 1 not in tried.agree and 7 not in tried.agree and tried.of(1) == 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_function_of_each_number_is_the_same_wherever_it_stands(dtype):
+    numbers = torch.randn(5, 1003).to(DTYPES[dtype])
+    for function in (torch.nn.functional.silu, torch.nn.functional.softplus, torch.nn.functional.gelu):
+        whole = products.elementwise(function, numbers)
+        for start, stop in ((0, 7), (3, 70), (900, 1003)):
+            assert torch.equal(products.elementwise(function, numbers[2:, start:stop]), whole[2:, start:stop])
+        torch.testing.assert_close(whole, function(numbers))
+
+
+# What it is to a user.
+
+
+def test_it_is_undone_and_copied_and_pickled():
+    base = tiny_base("llama-gqa", dtype=torch.bfloat16)
+    ids, before = prompt(1)["input_ids"], base(prompt(1)["input_ids"]).logits
+    kinds = [type(module) for module in base.modules()]
+    assert hf_drafthead.exact(base) is base and is_exact(base) and base.config._attn_implementation == attention.NAME
+    logits = base(ids).logits
+    assert [type(module).__name__ for module in base.modules()] == [kind.__name__ for kind in kinds]
+    for other in (copy.deepcopy(base), pickle.loads(pickle.dumps(base))):
+        assert torch.equal(other(ids).logits, logits) and is_exact(other)
+        assert isinstance(other.lm_head, torch.nn.Linear) and type(other.lm_head) is type(base.lm_head)
+        assert not is_exact(hf_drafthead.exact(other, False))
+    assert hf_drafthead.exact(base, False) is base and [type(module) for module in base.modules()] == kinds
+    assert base.config._attn_implementation == "sdpa" and torch.equal(base(ids).logits, before)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_exact_is_an_error_that_names_the_module(kind):
+    base = tiny_base(kind, dtype=torch.bfloat16, attn_implementation=None)
+    with pytest.raises(Inexact, match=REFUSED[kind]):
+        hf_drafthead.exact(base)
+    assert not is_exact(base) and not any(hasattr(type(module), "plain_class") for module in base.modules())
+
+
+def test_a_state_in_float32_and_other_types_and_forwards_are_refused():
+    with pytest.raises(Inexact, match=r"linear_attn \(Qwen3_5GatedDeltaNet\) keeps a state"):
+        hf_drafthead.exact(tiny_base("qwen3.5", dtype=torch.float32))
+    with pytest.raises(Inexact, match=r"torch.float64 is not made exact: load it in one of torch.bfloat16"):
+        hf_drafthead.exact(tiny_base())
+    base = tiny_base(dtype=torch.bfloat16)
+    base.model.layers[1].mlp.up_proj.forward = base.model.layers[1].mlp.up_proj.forward
+    with pytest.raises(Inexact, match=r"layers.1.mlp.up_proj \(Linear\) has a forward of its own"):
+        hf_drafthead.exact(base)
+
+
+def test_steps_that_are_to_be_compiled_run_operation_by_operation_and_say_so(caplog):
+    model, inputs = heads("medusa", "llama-gqa", torch.bfloat16), prompt(1)
+    call = {"max_new_tokens": 8, "do_sample": False}
+    found = said(model.generate, inputs, **call, draft_tree=TREE, compile_config=CompileConfig())
+    assert same_bits(found, said(model.base.generate, inputs, **call))
+    assert "an exact base runs operation by operation" in caplog.text
