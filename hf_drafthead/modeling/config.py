@@ -15,6 +15,7 @@ from transformers.utils import CONFIG_NAME
 from hf_drafthead.modeling.decoder_layer import has_layers
 from hf_drafthead.modeling.files import MAX_NESTING, in_one_line, is_deep, read_json, shortened
 from hf_drafthead.modeling.layers import llama_like
+from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import CODE_FILE, NotCopied, code_of, code_references, is_of_the_package
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
@@ -215,6 +216,11 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         for name in ("base_model_name_or_path", "draft_model_name_or_path"):
             if hasattr(saved, name):
                 setattr(saved, name, portable(getattr(saved, name), save_directory))
+        if push_to_hub or publisher() is not None:
+            if os.path.isabs(base := self.base_model_name_or_path or ""):
+                raise ValueError(f"the config names the local path {base!r}: set base_model_name_or_path = 'org/name'.")
+            if (getattr(saved, "draft_model_name_or_path", None) or "").startswith((os.sep, os.pardir)):
+                saved.draft_model_name_or_path = None  # the checkpoint has its weights
         super(DraftHeadConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:

@@ -129,25 +129,43 @@ print(json.dumps(told))
     assert published(hub) == set() and "model.safetensors" in published(hub, "org/closed")
 
 
-def test_a_pipeline_that_is_published_is_looked_at_too(hub, base, clients):
+def test_a_pipeline_and_a_config_that_are_published_are_looked_at_too(hub, base, clients):
     code = (
         LOCAL
         + """
 write = pipeline("text-generation", model=model, tokenizer=AutoTokenizer.from_pretrained("org/base"))
-try:
-    write.push_to_hub("org/heads")
-except ValueError as error:
-    told = str(error)
+told = []
+for published in (write, model.config):
+    try:
+        published.push_to_hub("org/heads")
+    except ValueError as error:
+        told.append(str(error))
 model.config.base_model_name_or_path = "org/base"
 write.push_to_hub("org/heads")
 print(json.dumps(told))
 """
     )
-    answer = clients.run(code, token="hf_owner")
-    assert answer.said.startswith("the base of these heads is the local path '")
-    assert "modeling_drafthead.py" in published(hub)
-    config = json.loads(hub.repos["org/heads"].files()["config.json"])
-    assert config["base_model_name_or_path"] == "org/base"
+    of_pipeline, of_config = clients.run(code, token="hf_owner").said
+    assert of_pipeline.startswith("the base of these heads is the local path '")
+    assert of_config.startswith("the config names the local path '")
+    (commit,) = hub.repos["org/heads"].commits[1:]
+    assert "modeling_drafthead.py" in commit.files
+    assert json.loads(commit.files["config.json"].data)["base_model_name_or_path"] == "org/base"
+
+
+def test_the_place_where_a_draft_model_came_from_is_not_published(hub, base, clients, tmp_path):
+    code = (
+        TRAINER
+        + """
+from hf_drafthead import DraftModelForCausalLM
+AutoModelForCausalLM.from_pretrained("org/base").save_pretrained(place)
+trainer(DraftModelForCausalLM.from_base("org/base", draft=place)).train()
+print(json.dumps(type(AutoModel.from_pretrained("org/heads")).__name__))
+"""
+    )
+    answer = clients.run(code, token="hf_owner", place=str(tmp_path / "draft"))
+    assert answer.said == "DraftModelForCausalLM"
+    assert str(tmp_path).encode() not in hub.repos["org/heads"].files()["config.json"]
 
 
 def test_who_publishes_nothing_is_asked_nothing(hub, base, clients):
