@@ -479,3 +479,55 @@ def test_a_large_vocabulary_is_spoken_of_once(glm, caplog, monkeypatch):
     monkeypatch.setattr(mtp, "LARGE_VOCABULARY", VOCABULARY - 1)
     MtpForCausalLM.from_base(glm)
     assert f"guess among all {VOCABULARY} tokens of the base" in caplog.text
+
+
+def in_eight_bits(tensor: torch.Tensor, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 numbers, and one scale for all of them or one for each of the first dimension."""
+    scale = tensor.abs().amax() / 400 if whole else tensor.abs().flatten(1).amax(1) / 400
+    wide = scale if whole else scale.view(-1, *[1] * (tensor.dim() - 1))
+    return (tensor / wide).to(torch.float8_e4m3fn), scale
+
+
+@pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
+@pytest.mark.parametrize("whole", [True, False], ids=["one scale", "one for each row"])
+def test_weights_in_eight_bits_are_unpacked_by_their_scales(glm, whole, ending):
+    def packed(tensors):
+        name = next(name for name in tensors if name.endswith("eh_proj.weight"))
+        numbers, scale = in_eight_bits(tensors[name], whole)
+        return tensors | {name: numbers, name + ending: scale, name.replace("weight", "input_scale"): torch.ones(())}
+
+    plain = MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.mtp[0].fc.weight
+    edit(glm, packed)
+    found = MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.mtp[0].fc.weight
+    assert not torch.equal(found, plain)
+    torch.testing.assert_close(found, plain, atol=0.05, rtol=0.1)
+
+
+def test_scales_of_another_form_are_refused(glm):
+    def packed(tensors):
+        name = next(name for name in tensors if name.endswith("eh_proj.weight"))
+        return tensors | {name: tensors[name].to(torch.float8_e4m3fn), name + "_scale_inv": torch.ones(33, 3)}
+
+    edit(glm, packed)
+    with pytest.raises(
+        ValueError, match=r"holds .*eh_proj.weight' .* with scales \[33, 3\], which are not those of its"
+    ):
+        MtpForCausalLM.from_base(glm)
+
+
+@pytest.mark.parametrize("name", ["mtp.safetensors", "extra.bin"])
+def test_modules_in_a_file_that_the_index_leaves_out_are_read(glm, name):
+    expected = MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.state_dict()
+    modules = load_file(glm / "second.safetensors")
+    edit(glm, lambda tensors: {"unused": torch.zeros(1)})
+    with pytest.raises(ValueError, match="holds no module for multi-token prediction"):
+        MtpForCausalLM.from_base(glm)
+    save_file(modules, glm / name) if name.endswith("safetensors") else torch.save(modules, glm / name)
+    assert_same(MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.state_dict(), expected)
+
+
+def test_a_module_that_is_missing_between_others_is_said(tmp_path):
+    folder = publish(modules_on("mimo_v2_flash"), tmp_path / "base")
+    edit(folder, lambda tensors: {name: tensor for name, tensor in tensors.items() if ".mtp.layers.1." not in name})
+    with pytest.raises(ValueError, match="of the modules for multi-token prediction number 1 is missing, and number 2"):
+        MtpForCausalLM.from_base(folder)
