@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
@@ -116,7 +117,11 @@ def _of_config(name: str, config: Mapping[str, Any], hub: Mapping[str, Any]) -> 
     if "subfolder" not in hub and fetch_file(name, CONFIG, {**hub, "subfolder": INSIDE}) is not None:
         return Found(name, DRAFTER, f"its folder {INSIDE}", name, subfolder=INSIDE)
     if not config and not any(weights_in(name, file, hub) for group in GROUPS for file in group):
-        raise OSError(f"{name!r} holds no config.json and no weights: give a folder or id that does.")
+        in_gguf = sorted(str(file) for file in Path(name).glob("*.gguf")) if os.path.isdir(name) else []
+        if len(in_gguf) == 1:
+            return recognize(in_gguf[0], hub)
+        several = f"; it holds {len(in_gguf)} GGUF files, such as {in_gguf[0]!r}: give one of them" if in_gguf else ""
+        raise OSError(f"{name!r} holds no config.json and no weights{several or ': give a folder or id that does'}.")
     one_layer = config.get("num_hidden_layers") == 1 and model_type in ("llama", "mixtral", "qwen2")
     if one_layer or not model_type:  # nobody publishes a language model of one layer
         return Found(name, DRAFTER, "a single layer" if one_layer else "files without a config of a model", base)
@@ -146,6 +151,7 @@ def from_pretrained(name: str | os.PathLike, *, base_model: Any = None, **argume
     place = os.fspath(name)
     hub = {key: arguments[key] for key in (HUB_ARGUMENTS | {"revision", "subfolder"}) & set(arguments)}
     found = recognize(place, hub)
+    place = found.name  # the only GGUF file of a folder
     if found.kind == BASE:
         if base_model is not None:
             raise ValueError(f"{place!r} is a base ({found.by}) and no drafter: drop base_model=, or give a drafter.")

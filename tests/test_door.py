@@ -23,6 +23,7 @@ from hf_drafthead.modeling import (
 from tests.bases import tiny_base
 from tests.families import Family
 from tests.formats.test_mtp import modules_on, publish
+from tests.gguf_base import write_gguf
 from tests.modeling.block_golden import golden_base, load
 
 CALL = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
@@ -124,6 +125,17 @@ def test_a_base_drafts_by_its_own_modules_or_by_copies(tmp_path):
     assert_drafts(hf_drafthead.from_pretrained(folder, dtype=torch.float32), LookupForCausalLM)
     with pytest.raises(ValueError, match="is a base .* and no drafter: drop base_model="):
         hf_drafthead.from_pretrained(folder, base_model=folder)
+
+
+def test_a_base_in_the_only_gguf_file_of_a_folder(tmp_path):
+    pytest.importorskip("gguf", reason="the package gguf is not installed")
+    write_gguf(tmp_path / "tiny.gguf")
+    found = recognize(str(tmp_path))
+    assert (found.kind, found.name) == ("a base", str(tmp_path / "tiny.gguf"))
+    assert type(hf_drafthead.from_pretrained(tmp_path)) is LookupForCausalLM
+    write_gguf(tmp_path / "other.gguf")
+    with pytest.raises(OSError, match="it holds 2 GGUF files, such as .*other.gguf': give one of them"):
+        recognize(str(tmp_path))
 
 
 def test_a_drafter_in_a_folder_of_its_base(base, tmp_path):
