@@ -128,7 +128,7 @@ def adapters_of(base: nn.Module) -> dict[str, bool]:
 def activate(base: nn.Module, names: list[str]) -> None:
     """Let these adapters of a base take part in what it computes, and no others."""
     for module in base.modules():
-        if _is_adapted(module) or hasattr(module, "original_module"):
+        if _is_adapted(module) or _is_replaced(module):
             layer: Any = module
             layer.enable_adapters(bool(names))
             if names:
@@ -157,7 +157,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     state = dict(model.state_dict())
     for name, module in model.named_modules():
         name = name.removesuffix(f".{TOKEN_ADAPTER}")  # PEFT wraps a layer with trainable tokens twice
-        if not (_is_adapted(module) or hasattr(module, "original_module")):
+        if not (_is_adapted(module) or _is_replaced(module)):
             continue
         for key in [key for key in state if key.startswith(f"{name}.")]:
             del state[key]
@@ -183,7 +183,12 @@ def asked_by_peft(depth: int = 2) -> bool:
 
 def _is_adapted(module: Any) -> bool:
     """Whether a layer has an adapter in it; asked of what it can do, for PEFT may not be installed."""
-    return hasattr(module, "get_base_layer") and hasattr(module, "merge") and hasattr(module, "disable_adapters")
+    return hasattr(type(module), "get_base_layer") and hasattr(module, "merge") and hasattr(module, "disable_adapters")
+
+
+def _is_replaced(module: Any) -> bool:
+    """Whether an adapter brings a module of its own in the place of the base's, or trains some of its rows."""
+    return "original_module" in module._modules or hasattr(type(module), "original_module")
 
 
 def _keys(adapters: Any) -> list[str]:

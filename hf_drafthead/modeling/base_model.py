@@ -365,8 +365,7 @@ def _sample(tensor: Any) -> tuple[tuple[int, ...], str, int | None, Tensor | Non
     if local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
         return shape, kind, writes, None
     flat = local.detach().view(-1) if local.is_contiguous() else local.detach().reshape(-1)
-    places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
-    return shape, kind, writes, flat[places.to(flat.device)].cpu()
+    return shape, kind, writes, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
 
 
 def _same(before: Tensor, now: Tensor) -> bool:
