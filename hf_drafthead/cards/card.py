@@ -166,7 +166,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     environment.filters |= {function.__name__: function for function in (*filters, listed, without_folders)}
     family = FAMILIES[facts.family]
     included = facts.config.get("base_included")
-    named = data.get("base_model") or (None if included else facts.config.get("base_model_name_or_path"))
+    named = data.get("base_model") or (facts.base if included else facts.config.get("base_model_name_or_path"))
     named = named if not isinstance(named, str) or is_hub_id(named, facts.folder) else without_folders(named)
     file = None if included else facts.config.get("base_gguf_file")
     unnamed = "a base that is included here" if included else "a base that is missing: the config names none"

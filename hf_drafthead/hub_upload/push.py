@@ -152,7 +152,7 @@ def _push(
     if draft and is_local(draft, folder):  # where the weights that are sent came from
         edit_json(folder / "config.json", draft_model_name_or_path=None, draft_model_revision=None)
     there = look(target)
-    check_destination(there, target, base)
+    check_destination(there, target, config.base_origin or base)
     contents.check_weights(folder, config)
     try:
         private = target.private if there.info is None else there.info.private

@@ -153,7 +153,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         Adapters do not count: they are saved whenever there are some.
         """
         base, config = unwrapped(self.base), self.config
-        name, adapters = config.base_model_name_or_path, adapters_of(base)
+        name, adapters = self._base_name(), adapters_of(base)
         if config.base_included:
             return "it came with the heads"
         if not name:
@@ -170,20 +170,26 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         if quantizer is not None and not (quantizer.pre_quantized or unpacked):
             return "it was quantized when it was loaded"
         change = self._as_loaded.change(base)
-        return change_of_files(base, config) if change is None and self._was_live else change
+        return change_of_files(base, config) or None if change is None and self._was_live else change
+
+    def _base_name(self) -> str | None:
+        """The name of the base that is here: the recorded one, unless it is another, or a copy that may be another."""
+        name, (recorded, own) = self.config.base_model_name_or_path, self._base_names
+        is_recorded = own == recorded or name != recorded or change_of_files(unwrapped(self.base), self.config) == ""
+        return name if is_recorded else own
 
     def _stored_config(self, folder: Path, beside: bool, base_model: str | os.PathLike | None) -> DraftHeadConfig:
         """The config of a checkpoint in a folder, with the base beside the heads or not."""
         stored = copy.deepcopy(self.config)
-        name = stored.base_model_name_or_path if base_model is None else os.fspath(base_model)
+        name = self._base_name() if base_model is None else os.fspath(base_model)
+        if name != stored.base_model_name_or_path:
+            stored.base_model_revision, stored.base_origin = None, stored.base_model_name_or_path
         stored.base_adapters = adapters_of(unwrapped(self.base)) or None
         if beside or base_model is not None:
             stored.base_model_revision = stored.base_gguf_file = stored.base_subfolder = None
         if beside:
             hub_id = name if name and name != BASE_FOLDER and not is_local(name, folder) else None
             name, stored.base_origin = BASE_FOLDER, hub_id or stored.base_origin
-        elif base_model is not None:
-            stored.base_origin = None
         stored.base_model_name_or_path, stored.base_included = name if beside else portable(name, folder), beside
         if hasattr(stored, "draft_model_name_or_path"):
             stored.draft_model_name_or_path = portable(stored.draft_model_name_or_path, folder)

@@ -374,16 +374,17 @@ def _same(before: Tensor, now: Tensor) -> bool:
 
 
 def change_of_files(base: nn.Module, config: DraftHeadConfig) -> str | None:
-    """What of a base is otherwise in the safetensors files of the place that it is named by; None if nothing is.
+    """What of a base is otherwise in the safetensors files of the place that it is named by; an empty text if nothing
+    is, None if none are on this machine.
 
-    Only tensors that have the same name there are compared, and nothing is downloaded for it.
+    Only tensors that have the same name there are compared.
     """
     name = str(config.base_model_name_or_path)
     hub = {"revision": config.base_model_revision or "main", "subfolder": config.base_subfolder or ""}
     try:
         files = checkpoint_files(name, None, {**hub, "local_files_only": True})
     except OSError:  # in another form, or not on this machine
-        return f"there is no {name!r}" if is_missing_folder(name) else None
+        return None
     state = plain_state(base)
     for file in files:
         with safe_open(file, framework="pt") as stored:
@@ -396,7 +397,7 @@ def change_of_files(base: nn.Module, config: DraftHeadConfig) -> str | None:
                     return f"{key} has another shape than in {name!r}"
                 if now.dim() and not _same(there[row : row + 1].cpu(), now[row : row + 1].detach().cpu()):
                     return f"{key} has other values than in {name!r}"
-    return None
+    return ""
 
 
 @contextmanager

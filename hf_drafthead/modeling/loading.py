@@ -58,6 +58,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     checkpoint_revision: str | None = None
     _as_loaded: Fingerprint | None = None  # of the base; None if it was never loaded
     _was_live = False  # the base was given as a loaded model
+    _base_names: tuple[str | None, str | None] = (None, None)  # for which the heads were trained, and which it has
 
     def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
         if not isinstance(config.base_config, PreTrainedConfig):
@@ -441,9 +442,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
         recorded, name = config.base_model_name_or_path, origin["base_model_name_or_path"]
         if name and (chosen is None or config.base_included or not recorded or is_local(recorded, place)):
-            config.base_model_name_or_path = name
+            config.base_model_name_or_path = recorded = name
+            config.base_model_revision = origin.get("base_model_revision")
             if chosen is not None:
                 config.base_gguf_file, config.base_included = origin.get("base_gguf_file"), False
+        self._base_names = recorded, name
         return base
 
     def _from_inside(self, tensors: Mapping[str, Tensor], arguments: dict[str, Any]) -> Any:

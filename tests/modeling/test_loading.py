@@ -612,12 +612,52 @@ def test_another_revision_of_the_base_warns_once(tmp_path, cached_hub, caplog):
     assert caplog.text.count(f"trained on 'org/tiny' at {FIRST}; the base is 'org/tiny' at {SECOND}") == 1
 
 
-def test_the_record_of_a_hub_base_survives_loading_a_local_copy(tmp_path, cached_hub):
+def test_the_record_of_a_hub_base_survives_loading_a_local_copy(tmp_path, cached_hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", cached_hub["cache_dir"])
     model = MedusaForCausalLM.from_base("org/tiny", num_draft_heads=2, **cached_hub)
     model.save_pretrained(tmp_path / "heads")
     model.base.save_pretrained(tmp_path / "copy")
     loaded = AutoModel.from_pretrained(tmp_path / "heads", base_model=tmp_path / "copy")
     assert loaded.config.base_model_name_or_path == "org/tiny"
+    loaded.base.lm_head.weight.data.mul_(2)
+    loaded.base.save_pretrained(tmp_path / "another")
+    other = AutoModel.from_pretrained(tmp_path / "heads", base_model=tmp_path / "another")
+    other.save_pretrained(tmp_path / "again")  # of the base that it had, whatever the heads were trained for
+    again = AutoModel.from_pretrained(tmp_path / "again")
+    assert torch.equal(again.base.lm_head.weight, loaded.base.lm_head.weight)
+    assert again.config.base_origin == "org/tiny" and not (tmp_path / "again" / "base").exists()
+
+
+@medusa
+def test_a_loaded_base_that_was_changed_before_is_saved_beside_the_heads(saved):
+    folder, model = saved
+    live = AutoModelForCausalLM.from_pretrained(folder / "base")
+    family = type(model)
+    assert family.from_base(live).base_change() is None
+    torch.nn.init.ones_(live.model.layers[1].mlp.up_proj.weight)
+    family.from_base(live).save_pretrained(folder / "on a live one")
+    family.from_pretrained(folder / "heads", base_model=live).save_pretrained(folder / "under a live one")
+    for name in ("on a live one", "under a live one"):
+        loaded = AutoModel.from_pretrained(folder / name)
+        assert torch.equal(loaded.base.model.layers[1].mlp.up_proj.weight, live.model.layers[1].mlp.up_proj.weight)
+    with pytest.raises(
+        ValueError, match="include_base=False would lose the base, which .* does not name any more .*up"
+    ):
+        family.from_base(live).save_pretrained(folder / "lost", include_base=False)
+
+
+@medusa
+def test_a_folder_of_the_base_s_place_and_fields_that_were_given_are_kept(saved):
+    folder, model = saved
+    model.base.save_pretrained(folder / "place" / "inner")
+    of_folder = type(model).from_base(folder / "place", subfolder="inner")
+    fewer = type(model).from_base(folder / "base", num_hidden_layers=1)
+    assert fewer.base_change() == "num_hidden_layers was given"
+    for name, one in (("of a folder", of_folder), ("fewer", fewer)):
+        one.save_pretrained(folder / name)
+        again = AutoModel.from_pretrained(folder / name)
+        torch.testing.assert_close(again(IDS).logits, one(IDS).logits)
+    assert not (folder / "of a folder" / "base").exists()
 
 
 def test_the_list_of_families_holds_every_model_class():
