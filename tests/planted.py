@@ -36,15 +36,18 @@ def overshoot_past_the_end(patch) -> None:
 
     def device(choice, valid, candidates, rows, limits, reach):
         found = on_device(choice, valid, candidates, rows, limits, reach)
-        longer = on_device(choice, valid, candidates, rows, limits._replace(eos=torch.tensor([-1])), reach)
+        endless = limits._replace(eos=torch.full_like(limits.eos, -1))
+        longer = on_device(choice, valid, candidates, rows, endless, reach)
         return ended_later(found, longer, rows.lengths)
 
-    def host(logits, candidates, state, rules, depth):
-        found = on_host(logits, candidates, state, rules, depth)
+    def host(logits, candidates, state, rules):
         endless = copy.copy(rules)
         endless.eos_tokens = []
-        longer = on_host(logits, candidates, state, endless, depth)
-        return ended_later(found, longer, torch.tensor(state.lengths))
+        found, longer = (on_host(logits, candidates, state, each) for each in (rules, endless))
+        return [
+            (more[0], more[1], (length + more[0]) if walk[2] else None, *more[3:])
+            for walk, more, length in zip(found, longer, state.lengths)
+        ]
 
     _plant(patch, device, host)
 

@@ -69,7 +69,7 @@ LOCAL_EXCEPTIONS = {
     ("hf_drafthead.modeling.base", "hf_drafthead.hub_upload"),
     ("hf_drafthead.modeling.loading", "hf_drafthead.formats"),
     ("hf_drafthead.generation.mixin", "hf_drafthead.batching"),
-    ("hf_drafthead.generation.mixin", "hf_drafthead.trees"),
+    ("hf_drafthead.generation.entry", "hf_drafthead.trees"),
 }
 
 
@@ -232,7 +232,7 @@ def opened(model, **call) -> set:
 
 @pytest.mark.parametrize(
     "name, captured, files, functions, lines",
-    [("medusa", False, 8, 33, 383), ("eagle", True, 9, 42, 450)],
+    [("medusa", False, 9, 38, 448), ("eagle", True, 10, 47, 514)],
     ids=["medusa, eager", "eagle, compiled"],
 )
 def test_what_a_reader_of_one_step_must_open(name, captured, files, functions, lines, monkeypatch):
@@ -246,7 +246,7 @@ def test_what_a_reader_of_one_step_must_open(name, captured, files, functions, l
     assert {"draft", "verify", "walk", "commit"} <= {code.co_name for code in codes}
 
 
-@pytest.mark.parametrize("room, files, most", [("generation", 13, 4560), ("bases", 19, 2826)])
+@pytest.mark.parametrize("room, files, most", [("generation", 17, 4860), ("bases", 19, 2945)])
 def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
     sources = [path.read_text() for path in (PACKAGE / room).rglob("*.py")]
     functions = [
@@ -256,7 +256,7 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
         if isinstance(node, ast.FunctionDef)
     ]
     assert max(functions) < (61,), "beside its docstring no function of these rooms has more than 60 lines"
-    assert 100 < len(functions) <= 270 and len(sources) <= files
+    assert 100 < len(functions) <= 280 and len(sources) <= files
     assert sum(len(source.splitlines()) for source in sources) <= most
 
 
@@ -314,3 +314,15 @@ def test_a_circle_is_found():
 def test_a_checkout_works_where_nothing_is_installed():
     asks = [path.name for path in PACKAGE.rglob("*.py") if 'version("hf-drafthead")' in path.read_text()]
     assert asks == [], f"{asks} ask for the version of the installed package: a checkout on a path has none"
+
+
+@pytest.mark.parametrize("room", ["bases", "generation", "batching"])
+def test_names_in_modules_of_transformers_are_taken_from_one_place(room):
+    """They may move; what stands at its top does not."""
+    taken = {
+        (path.name, name)
+        for path in (PACKAGE / room).rglob("*.py")
+        for name, _ in imported_modules(path.read_text(encoding="utf-8"), f"hf_drafthead.{room}.x", False)
+        if name.startswith("transformers.") and name.count(".") > 1 and not name.startswith("transformers.utils.")
+    }
+    assert {name for name, _ in taken} <= {"releases.py"}, sorted(taken)

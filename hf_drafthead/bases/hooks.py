@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_drafthead.bases.errors import out_of_memory
-from hf_drafthead.bases.mixers import called
+from hf_drafthead.bases.releases import COMPUTES_WITHOUT_KEYS
 
 LIBRARIES = ("transformers.", "accelerate.", "peft.")  # whose hooks treat every position alike
 
@@ -62,6 +63,28 @@ def changed_by_training(module: nn.Module) -> str | None:
     return None
 
 
+def circumstances(base: PreTrainedModel) -> tuple[Hashable, ...]:
+    """What the answer of `probe` depends on and a user may change between two calls: forwards and hooks of all modules,
+    and what torch computes by where no guard of a compiler looks at it."""
+    device, backends = input_device(base).type, torch.backends.cuda
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    attention = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
+    computed = (base.dtype, autocast, attention, backends.cudnn_sdp_enabled(), torch.get_float32_matmul_precision())
+    return base.config._attn_implementation, base.config._experts_implementation, *computed, *forwards(base)
+
+
+def names_in_forward(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
+    """Where the forward of a module's class finds what it calls by name, and these names."""
+    forward = inspect.unwrap(type(module).forward)
+    return (forward.__globals__, set(forward.__code__.co_names)) if inspect.isfunction(forward) else ({}, set())
+
+
+def called(module: nn.Module) -> list[Any]:
+    """The functions that a mixer calls and that have a tree form, as they are without it."""
+    place, names = names_in_forward(module)
+    return [getattr(place[name], "plain", place[name]) for name in sorted(names & COMPUTES_WITHOUT_KEYS)]
+
+
 def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
     """The hooks of a module that are the user's own, and their numbers, which are not given twice."""
     hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
@@ -103,3 +126,9 @@ def watched(base: PreTrainedModel, decoder: nn.Module | None = None) -> bool:
         if replaced or module._forward_hooks or module._forward_pre_hooks:
             return True
     return False
+
+
+def input_device(base: PreTrainedModel) -> torch.device:
+    """Where the base reads tokens; where it is offloaded its hooks take them from anywhere."""
+    device = base.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device

@@ -1,8 +1,13 @@
-"""What a base's config says of its attention: windows, and the lengths at which it becomes another."""
+"""What a base's config says of its attention's windows, and of its table of positions."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch import nn
+
 from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.releases import position_table
 
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # What configs call layers that keep a state, or a state and keys, or nothing.
@@ -37,38 +42,9 @@ def attention_windows(config, states: bool = False) -> dict[str, int | None]:
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
 
 
-def check_length(config, longest: int, nodes: int = 0) -> None:
-    """Refuse lengths at which the base computes positions in another way than at shorter ones.
-
-    Args:
-        config: text config of the base.
-        longest: most positions that the text and a tree behind it can have.
-        nodes: of the tree.
-
-    Raises:
-        Unsupported: the base's rotary scaling looks at the sequence length and `longest` reaches beyond it; or
-            attention is divided into chunks, scaled or thinned out from a position on, which the nodes may reach.
-    """
-    keeps = getattr(config, "keep_window_size", None)  # of Doge: from there on it keeps the keys of the highest scores
-    if keeps is not None and longest + nodes > keeps:
-        raise Unsupported(f"the base's attention chooses keys by score beyond {keeps} positions")
-    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        scaled = [config.floor_scale - 1] if getattr(config, "attn_temperature_tuning", False) else []
-        limit = min([config.attention_chunk_size, *scaled])
-        if longest + nodes > limit:
-            raise Unsupported(f"the base attends in chunks, and the text may reach beyond the first {limit} positions")
-    rope = getattr(config, "rope_parameters", None) or {}
-    scalings = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
-    for scaling in scalings:
-        original: int = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
-        if scaling.get("rope_type") in ("dynamic", "longrope") and longest > original:
-            raise Unsupported(
-                f"the base's {scaling['rope_type']} rotary scaling changes with the length beyond {original} positions"
-            )
-
-
-def position_table(config) -> int | None:
-    """How many positions a base without rotary frequencies can embed; None where there is no such table."""
-    if getattr(config, "rope_parameters", None):
-        return None
-    return getattr(config, "max_position_embeddings", None)
+def table_of_positions(base: Any) -> int | None:
+    """How many positions a base has that embeds them by a table; None for others, which go on behind their window."""
+    positions = position_table(base.config.get_text_config(decoder=True))
+    tables = {module for module in base.modules() if isinstance(module, nn.Embedding)} - {base.get_input_embeddings()}
+    sizes = range(positions or 0, (positions or 0) + 3)  # OPT's begins with two that stand for none
+    return positions if any(table.num_embeddings in sizes for table in tables) else None

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_drafthead.bases.errors import out_of_memory
-from hf_drafthead.bases.hooks import of_a_hook, watched
+from hf_drafthead.bases.hooks import input_device, of_a_hook, watched
 
 
 class OutputLayer:
@@ -197,9 +197,3 @@ def special_tokens(base: PreTrainedModel) -> torch.Tensor:
     fields = vars(config).items() if config is not text else ()
     ids = {value for name, value in fields if name.endswith(("_token_id", "_token_index")) and type(value) is int}
     return torch.tensor([value for value in sorted(ids) if 0 <= value < text.vocab_size], device=input_device(base))
-
-
-def input_device(base: PreTrainedModel) -> torch.device:
-    """Where the base reads tokens; where it is offloaded its hooks take them from anywhere."""
-    device = base.get_input_embeddings().weight.device
-    return torch.device("cpu") if device.type == "meta" else device

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from hf_drafthead.bases.errors import Unsupported, out_of_memory
 from hf_drafthead.bases.generators import refusing_draws
-from hf_drafthead.bases.hooks import forwards, of_a_hook
+from hf_drafthead.bases.hooks import input_device, of_a_hook
 from hf_drafthead.bases.limits import STATELESS_TYPES, attention_windows
 from hf_drafthead.bases.mixers import UnknownMixer, mixers_of
 from hf_drafthead.bases.mixers.layer import Mixer
-from hf_drafthead.bases.output_layer import OutputLayer, input_device, probe_tokens, splits
+from hf_drafthead.bases.output_layer import OutputLayer, probe_tokens, splits
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable, untested
+from hf_drafthead.bases.releases import CACHE, DynamicCache, cache_argument, keep_picklable, untested
 from hf_drafthead.bases.topology import Topology
 
 # Largest difference between a node and a plain forward over its path, relative to the largest logit. Eager attention
 # takes its softmax in float32, whatever the dtype.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 PROBE_TOLERANCE_HALF = 5e-2
-
-
-def circumstances(base: PreTrainedModel) -> tuple[Hashable, ...]:
-    """What the answer of `probe` depends on and a user may change between two calls: forwards and hooks of all modules,
-    and what torch computes by where no guard of a compiler looks at it."""
-    device, backends = input_device(base).type, torch.backends.cuda
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    attention = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
-    computed = (base.dtype, autocast, attention, backends.cudnn_sdp_enabled(), torch.get_float32_matmul_precision())
-    return base.config._attn_implementation, base.config._experts_implementation, *computed, *forwards(base)
 
 
 @torch.no_grad()

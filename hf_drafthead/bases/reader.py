@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_drafthead.bases.mixers.layer import Mixer, TreeTables
-from hf_drafthead.bases.ordinary_caches import WrittenKeys, key_layers, writing_layers
+from hf_drafthead.bases.ordinary_caches import WrittenKeys, key_layers
 from hf_drafthead.bases.output_layer import OutputLayer, splits
-from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable, with_cache
+from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable, with_cache, writing_layers
 from hf_drafthead.bases.slots import SlotCache, padded
 from hf_drafthead.bases.topology import Topology
 
@@ -50,7 +50,7 @@ class BaseReader:
     it reads the last layer's keys and values; mixers: of the layers that keep a state, by number, see `SlotCache`;
     more: other inputs of every forward behind the prompt, by name, each with the axis on which it has an entry per
     token (None: it has none); refused: why no tree can stand behind a prompt with some inputs, by their names, where
-    that was tried.
+    that was tried; stages: of steps that read it, see `generation.step.Stages`.
     """
 
     base: PreTrainedModel
@@ -61,6 +61,7 @@ class BaseReader:
     mixers: dict[int, tuple[Mixer, int]] = field(default_factory=dict)
     more: Mapping[str, tuple[Any, int | None]] = field(default_factory=dict)
     refused: dict[tuple[str, ...], str] = field(default_factory=dict)
+    stages: dict[tuple[Any, ...], Any] = field(default_factory=dict)
     # looked up once, which a compiler must not do
     cache_name: str = field(init=False)  # that the forward has for it
     states: tuple[int, ...] = field(init=False)  # of `reads`, the layers whose hidden states are read

@@ -1,4 +1,5 @@
-"""What differs between the supported releases of transformers: no other module asks for a version or names a cache.
+"""What differs between the supported releases of transformers, or may: no other module asks for a version, or names a
+cache. What `transformers` has at its top is taken from there; what stands in its modules others take from here.
 
 Release 5.24 renamed the cache to `cache` in every forward, in what `generate` hands to a custom loop, and in all
 outputs; it was `past_key_values` before, and `cache_params` or `layer_past` in some models. A forward of 5.24 still
@@ -8,29 +9,29 @@ keep a name that their release had.
 Shapes: B rows, P prompt tokens.
 """
 
+# ruff: noqa: E402, F401 - other releases lack some of these names, and other modules take them from here
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
-from transformers.generation import GenerationMixin
+
+from hf_drafthead.bases.errors import Unsupported
 
 OLDEST, NEWEST, BEYOND = (
     "5.17.0",
     "5.24.0",
     "6",
 )  # the first two were tested, and what lies between; the last is too new
-CAPTURING = "transformers.utils.output_capturing"  # the module whose hooks collect hidden states
-HOOKED = "_output_capturing_hooks_installed"  # the attribute by which transformers marks such a model
-CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past", "past_key_value")
 
 
 def numbers(version: str) -> list[int]:
@@ -57,6 +58,107 @@ def check_installed() -> None:
 
 
 check_installed()
+
+from transformers.activations import ACT2FN
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation import (
+    GenerateDecoderOnlyOutput,
+    GenerationMixin,
+    GenerationMode,
+    StopStringCriteria,
+)
+from transformers.generation import logits_process as processors
+from transformers.generation import stopping_criteria as criteria
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.generation.streamers import (
+    AsyncTextIteratorStreamer,
+    BaseStreamer,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
+
+CAPTURING = "transformers.utils.output_capturing"  # the module whose hooks collect hidden states
+HOOKED = "_output_capturing_hooks_installed"  # the attribute by which transformers marks such a model
+STREAMERS = (TextStreamer, TextIteratorStreamer, AsyncTextIteratorStreamer)  # which draw no random numbers
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "layer_past", "past_key_value")
+
+
+# They look at nothing but a row's scores.
+SCORES_ONLY = (
+    processors.TemperatureLogitsWarper,
+    processors.TopPLogitsWarper,
+    processors.TopKLogitsWarper,
+    processors.TopHLogitsWarper,
+    processors.MinPLogitsWarper,
+    processors.TypicalLogitsWarper,
+    processors.EpsilonLogitsWarper,
+    processors.EtaLogitsWarper,
+    processors.InfNanRemoveLogitsProcessor,
+    processors.LogitNormalization,
+    processors.SuppressTokensLogitsProcessor,
+)
+# They look at a row's own prefix and scores.
+ROW_BY_ROW = (
+    *SCORES_ONLY,
+    processors.MinLengthLogitsProcessor,
+    processors.MinNewTokensLengthLogitsProcessor,
+    processors.RepetitionPenaltyLogitsProcessor,
+    processors.NoRepeatNGramLogitsProcessor,
+    processors.SequenceBiasLogitsProcessor,
+    processors.NoBadWordsLogitsProcessor,
+    processors.ForcedBOSTokenLogitsProcessor,
+    processors.ForcedEOSTokenLogitsProcessor,
+    processors.ExponentialDecayLengthPenalty,
+    processors.SuppressTokensAtBeginLogitsProcessor,
+)
+CRITERIA_ROW_BY_ROW = (
+    criteria.MaxLengthCriteria,
+    criteria.MaxTimeCriteria,
+    criteria.StopStringCriteria,
+    criteria.EosTokenCriteria,
+)
+CRITERIA_ON_DEVICE = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria)
+
+
+# Functions of their modules by which layers without keys compute, as the packages of kernels name them.
+CONVOLVES, CONVOLVES_ONE = "causal_conv1d_fn", "causal_conv1d_update"
+DELTA_RULE, DELTA_RULE_OF_ONE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+BY_CHANNEL, BY_CHANNEL_OF_ONE = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+SCANS, SCANS_ONE, SELECTIVE_SCAN = "mamba2_chunk_scan", "mamba2_selective_state_update", "mamba_selective_scan"
+COMPUTES_WITHOUT_KEYS = {CONVOLVES, CONVOLVES_ONE, DELTA_RULE, DELTA_RULE_OF_ONE, BY_CHANNEL, BY_CHANNEL_OF_ONE}
+COMPUTES_WITHOUT_KEYS |= {SCANS, SCANS_ONE}
+WRITES_INPUTS, WRITES_STATE = "update_conv_state", "update_recurrent_state"  # of a cache
+
+
+def longest_of(criteria_list: Iterable[Any]) -> int | None:
+    """The longest length that stopping criteria allow; None where none asks for one."""
+    lengths = [each.max_length for each in criteria_list if isinstance(each, criteria.MaxLengthCriteria)]
+    return math.ceil(min(lengths)) if lengths else None
+
+
+def ends_of(criteria_list: Iterable[Any]) -> list[int]:
+    """The tokens that end a row."""
+    ends = [each.eos_token_id.flatten() for each in criteria_list if isinstance(each, criteria.EosTokenCriteria)]
+    return sorted({token for tokens in ends for token in tokens.tolist()})
+
+
+def temperature_of(processor_list: Iterable[Any]) -> float:
+    """The temperature with which processors sample."""
+    warpers = (each for each in processor_list if isinstance(each, processors.TemperatureLogitsWarper))
+    return math.prod(warper.temperature for warper in warpers)
 
 
 def untested() -> str:
@@ -116,6 +218,92 @@ def holds_nothing(layer: CacheLayerMixin) -> bool:
     return type(layer).__name__ == "DummyLayer"  # since 5.22; before, there is no layer for these
 
 
+def can_load(past: Cache) -> bool:
+    """Whether `SlotCache.load` understands this cache: plain or sliding dynamic layers, nothing offloaded.
+
+    A static cache that the base prepared for this call has nothing in it yet, and is only filled at the end.
+    """
+    if past.offloading:
+        return False
+    states = [layer for layer in past.layers if isinstance(layer, LinearAttentionLayer)]
+    if len(states) == len(past.layers) and not any(isinstance(layer, CacheLayerMixin) for layer in states):
+        if any(any(layer.has_previous_state.values()) for layer in states):
+            return False  # of how many positions none knows
+    prepared = not getattr(past, "_is_user_defined", False)
+    classes = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
+    return all(holds_nothing(layer) or _keeps(layer, classes) for layer in past.layers)
+
+
+def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin, classes: tuple[type, ...]) -> bool:
+    """Whether a layer keeps keys as one of the classes does, or a state, or both."""
+    if not isinstance(layer, LinearAttentionLayer):
+        return type(layer) in classes
+    if layer.record_past:
+        return False
+    return not isinstance(layer, CacheLayerMixin) or any(issubclass(kind, classes) for kind in type(layer).__bases__)
+
+
+def rows_of(past: Cache) -> int | None:
+    """Rows that an ordinary cache holds; None where nothing is in it yet."""
+    for layer in past.layers:
+        tensors = [getattr(layer, "keys", None)] if getattr(layer, "is_initialized", False) else []
+        for states in (getattr(layer, "conv_states", None) or {}, getattr(layer, "recurrent_states", None) or {}):
+            tensors += states.values()
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                return len(tensor)
+    return None
+
+
+def past_length(past: Cache) -> int:
+    """Positions that an ordinary cache holds; 0 where no layer keeps keys, for then none knows."""
+    return int(past.get_seq_length()) if any(isinstance(layer, CacheLayerMixin) for layer in past.layers) else 0
+
+
+def writing_layers(config: PreTrainedConfig) -> int:
+    """How many of a base's layers, the first ones, write keys and values; the others read those of earlier layers."""
+    layers = DynamicCache(config=config).layers
+    last = next((number for number, layer in enumerate(reversed(layers)) if not holds_nothing(layer)), 0)
+    return (len(layers) or config.num_hidden_layers) - last
+
+
+def check_length(config, longest: int, nodes: int = 0) -> None:
+    """Refuse lengths at which the base computes positions in another way than at shorter ones.
+
+    Args:
+        config: text config of the base.
+        longest: most positions that the text and a tree behind it can have.
+        nodes: of the tree.
+
+    Raises:
+        Unsupported: the base's rotary scaling looks at the sequence length and `longest` reaches beyond it; or
+            attention is divided into chunks, scaled or thinned out from a position on, which the nodes may reach.
+    """
+    keeps = getattr(config, "keep_window_size", None)  # of Doge: from there on it keeps the keys of the highest scores
+    if keeps is not None and longest + nodes > keeps:
+        raise Unsupported(f"the base's attention chooses keys by score beyond {keeps} positions")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        scaled = [config.floor_scale - 1] if getattr(config, "attn_temperature_tuning", False) else []
+        limit = min([config.attention_chunk_size, *scaled])
+        if longest + nodes > limit:
+            raise Unsupported(f"the base attends in chunks, and the text may reach beyond the first {limit} positions")
+    rope = getattr(config, "rope_parameters", None) or {}
+    scalings = [rope] if "rope_type" in rope else [value for value in rope.values() if isinstance(value, dict)]
+    for scaling in scalings:
+        original: int = scaling.get("original_max_position_embeddings") or config.max_position_embeddings
+        if scaling.get("rope_type") in ("dynamic", "longrope") and longest > original:
+            raise Unsupported(
+                f"the base's {scaling['rope_type']} rotary scaling changes with the length beyond {original} positions"
+            )
+
+
+def position_table(config) -> int | None:
+    """How many positions a base without rotary frequencies can embed; None where there is no such table."""
+    if getattr(config, "rope_parameters", None):
+        return None
+    return getattr(config, "max_position_embeddings", None)
+
+
 def mask_length(config: GenerationConfig, mask: torch.Tensor | None) -> int | None:
     """Positions of the prompt and of the past that a call's mask (B, length) tells of; None where nothing does.
 
@@ -142,6 +330,38 @@ def prompt_inputs(
     return base.prepare_inputs_for_generation(
         input_ids, next_sequence_length=rest, is_first_iteration=True, **{CACHE: past}, **inputs
     )
+
+
+@dataclass(frozen=True)
+class PromptInputs:
+    """What the base has prepared for a prompt of a call, and how its rows lie in the cache.
+
+    input_ids: (B, P); arguments: of the prompt's forward; call: the inputs of the call, without the cache;
+    position_shift, visible: as the steps have them.
+    """
+
+    input_ids: torch.Tensor
+    arguments: dict[str, Any]
+    call: dict[str, Any]
+    position_shift: torch.Tensor
+    visible: torch.Tensor | None
+
+    @property
+    def unusual(self) -> tuple[str, ...]:
+        """Names of the inputs that a step does not make by itself; positions of several axes are such."""
+        prepared = {name for args in (self.arguments, self.call) for name, value in args.items() if value is not None}
+        positions = self.arguments.get("position_ids")
+        several = {"position_ids"} if positions is not None and positions.dim() > 2 else set()
+        return tuple(sorted(prepared - INPUTS_OF_A_STEP | several))
+
+    @property
+    def ends_on_several_places(self) -> bool:
+        """Whether a row ends in an image, where its axes (time, height, width, the last three) have come to differ."""
+        positions = self.arguments.get("position_ids")
+        if positions is None or positions.dim() < 3:
+            return False
+        last = positions[-3:, :, -1]
+        return bool((last != last[-1]).any())
 
 
 def next_inputs(

@@ -19,11 +19,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from hf_drafthead.bases.mixers.layer import AcceptedPath, Mixer, RecurrentLayer, TreeTables
-from hf_drafthead.bases.ordinary_caches import past_length
-from hf_drafthead.bases.releases import holds_nothing
+from hf_drafthead.bases.releases import Cache, CacheLayerMixin, LinearAttentionLayer, holds_nothing, past_length
 
 # Layers whose keys have one size share a block, so that moving nodes is one copy for all of them. Where sizes or
 # devices differ between layers, a block may stay partly unused: at most so many keys or values of layers in one block.

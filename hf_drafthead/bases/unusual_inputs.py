@@ -6,7 +6,7 @@ Shapes: B rows, P prompt tokens, T positions, H hidden, F feature layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,41 +17,9 @@ from hf_drafthead.bases.hooks import is_hooked, of_a_hook
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.probe import off_by, refusal
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.releases import CACHE, INPUTS_OF_A_STEP, next_inputs, untested
+from hf_drafthead.bases.releases import CACHE, INPUTS_OF_A_STEP, PromptInputs, next_inputs, untested
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
-
-
-@dataclass(frozen=True)
-class PromptInputs:
-    """What the base has prepared for a prompt of a call, and how its rows lie in the cache.
-
-    input_ids: (B, P); arguments: of the prompt's forward; call: the inputs of the call, without the cache;
-    position_shift, visible: as the steps have them.
-    """
-
-    input_ids: torch.Tensor
-    arguments: dict[str, Any]
-    call: dict[str, Any]
-    position_shift: torch.Tensor
-    visible: torch.Tensor | None
-
-    @property
-    def unusual(self) -> tuple[str, ...]:
-        """Names of the inputs that a step does not make by itself; positions of several axes are such."""
-        prepared = {name for args in (self.arguments, self.call) for name, value in args.items() if value is not None}
-        positions = self.arguments.get("position_ids")
-        several = {"position_ids"} if positions is not None and positions.dim() > 2 else set()
-        return tuple(sorted(prepared - INPUTS_OF_A_STEP | several))
-
-    @property
-    def ends_on_several_places(self) -> bool:
-        """Whether a row ends in an image, where its axes (time, height, width, the last three) have come to differ."""
-        positions = self.arguments.get("position_ids")
-        if positions is None or positions.dim() < 3:
-            return False
-        last = positions[-3:, :, -1]
-        return bool((last != last[-1]).any())
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching.requests import GenerationOutput
 from transformers.utils import logging
 
+from hf_drafthead.bases.releases import GenerationOutput
 from hf_drafthead.batching.manager import Manager
 from hf_drafthead.batching.requests import config_value
 

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationConfig
-from transformers.generation.continuous_batching.requests import GenerationOutput
 
-from hf_drafthead.bases.limits import position_table
+from hf_drafthead.bases.limits import table_of_positions
+from hf_drafthead.bases.releases import GenerationOutput
 from hf_drafthead.batching.requests import Request, config_value, with_config
 from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
+from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.trees.rows import Plans
 
@@ -118,7 +118,11 @@ class Manager:
     ) -> Manager:
         """The manager that an earlier session has kept with the model, if it is as asked for; else a new one."""
         session = model.__dict__.get("_cached_continuous_batching_manager")
-        asked = {"continuous_batching_config": continuous_batching_config, **settings}
+        tree = settings.get("draft_tree")
+        config = model._merged_config(generation_config, {})[0]
+        lookup, execution = config.prompt_lookup_num_tokens, Execution.wanted(model, config)
+        drafting = DraftSettings.from_config(config, draft_tree=tree), lookup, execution
+        asked = {"continuous_batching_config": continuous_batching_config, **settings, "drafting": drafting}
         if isinstance(session, cls) and session.model is model:
             if all(value is None or session.made_with.get(name) == value for name, value in asked.items()):
                 model.eval()
@@ -344,19 +348,11 @@ def _checked(input_ids: Any, base: Any) -> list[int]:
         raise ValueError(
             f"the prompt holds the token {outside}: expected ids from 0 to {rows - 1}, which the base has."
         )
-    if (positions := _table_of_positions(base)) is not None and len(prompt) > positions:
+    if (positions := table_of_positions(base)) is not None and len(prompt) > positions:
         raise ValueError(
             f"the prompt has {len(prompt)} tokens, and the base {positions} positions: give a shorter one."
         )
     return prompt
-
-
-def _table_of_positions(base: Any) -> int | None:
-    """How many positions a base has that embeds them by a table; None for others, which go on behind their window."""
-    positions = position_table(base.config.get_text_config(decoder=True))
-    tables = {module for module in base.modules() if isinstance(module, nn.Embedding)} - {base.get_input_embeddings()}
-    sizes = range(positions or 0, (positions or 0) + 3)  # OPT's begins with two that stand for none
-    return positions if any(table.num_embeddings in sizes for table in tables) else None
 
 
 def _count(name: str, argument: int | None, of_config: int | None, least: int) -> int | None:

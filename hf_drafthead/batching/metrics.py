@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from transformers.generation.continuous_batching.requests import RequestStatus
+from hf_drafthead.bases.releases import RequestStatus
 
 SHARE = 0.05  # of the newest request in the mean time to the first token
 

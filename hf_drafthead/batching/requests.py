@@ -10,16 +10,14 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
-from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.releases import CACHE
-from hf_drafthead.batching.step import Member
-from hf_drafthead.generation.decoding import Stream, prefill
-from hf_drafthead.generation.noise import RandomNumbers
-from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import DecodingState
+from hf_drafthead.bases.releases import CACHE, GenerationOutput, RequestStatus, with_cache
+from hf_drafthead.generation.entry import Asked, begin
+from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
+from hf_drafthead.generation.prompt import BesideOthers
+from hf_drafthead.generation.settings import DraftPlan, DraftSettings
+from hf_drafthead.generation.state import Member
 
 # Objects of the user's, which may draw from the process's generators when they are asked.
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
@@ -81,13 +79,13 @@ class Request:
         """Whether its last result was given."""
         return self.status >= RequestStatus.FINISHED
 
-    def take(self, tokens: Sequence[int], rules: Any = None, nodes: int = 1) -> None:
-        """Note new tokens, of a step with so many nodes, and what `rules` have kept of their scores."""
+    def take(self, tokens: Sequence[int], scores: Sequence[torch.Tensor] = (), nodes: int = 1) -> None:
+        """Note new tokens, of a step with so many nodes, and what the processed scores (1, V) of all say of these."""
         if nodes > 1:
             self.drafted, self.accepted = self.drafted + nodes - 1, self.accepted + max(len(tokens) - 1, 0)
-        if self.keeps_logprobs and rules is not None and rules.keeps_scores:
-            for place, token in enumerate(tokens, len(self.tokens)):
-                self.logprobs.append(float(rules.scores[place][0].log_softmax(-1)[token]))
+        for place, token in enumerate(tokens, len(self.tokens)):
+            if self.keeps_logprobs and place < len(scores):
+                self.logprobs.append(float(scores[place][0].log_softmax(-1)[token]))
         self.tokens += tokens
         if self.record_timestamps:
             self.times += [time.perf_counter()] * len(tokens)
@@ -98,54 +96,36 @@ class Request:
         return any(self.settings.get(name) for name in OBJECTS)
 
 
-def begin(
-    model: Any,
-    request: Request,
-    plan: DraftPlan,
-    reader: BaseReader,
-    device: torch.device,
-    begun: DecodingState | None = None,
-    pieces: tuple[int, Callable[[], None]] | None = None,
-) -> Member:
-    """Prefill a request, which chooses its first token.
+def arguments_of(request: Request) -> tuple[dict[str, Any], Any]:
+    """What `generate` is given for a request, but the streamer, and that."""
+    settings = dict(request.settings)
+    if request.keeps_logprobs:
+        settings |= {"output_scores": True, "return_dict_in_generate": True}
+    return settings, settings.pop("streamer", None)
 
-    Args:
-        begun, pieces: see `prefill`.
+
+def begin_request(model: Any, request: Request, plan: DraftPlan, device: torch.device, others: BesideOthers) -> Member:
+    """Prefill a request, which chooses its first token.
 
     Raises:
         Unsupported: it cannot share a batch.
         Exception: whatever is wrong with it.
     """
-    settings = dict(request.settings)
-    if settings.get("custom_generate") is not None:
+    settings, streamer = arguments_of(request)
+    if settings.pop("custom_generate", None) is not None:
         raise Unsupported("custom_generate is given")
-    streamer = settings.pop("streamer", None)
-    if request.keeps_logprobs:
-        settings |= {"output_scores": True, "return_dict_in_generate": True}
-
-    def prefilled(model, input_ids, rules, call_reader, plan, execution, *, streamer, on_step, **inputs) -> Member:
-        past, mask = inputs.pop(CACHE), inputs.get("attention_mask")
-        if mask is not None and not bool(mask.all()):
-            raise Unsupported("the prompt holds padding")
-        if call_reader is not reader:
-            raise Unsupported("the base has changed since the batch began")
-        if getattr(past, "_is_user_defined", False):
-            raise Unsupported("a cache of the user's own is given")
-        silent = Stream(None, rules)
-        state, steps = prefill(reader, model.drafter, plan.tree, input_ids, rules, inputs, past, silent, begun, pieces)
-        if steps is not reader:
-            raise Unsupported("the base wants inputs of one prompt alone")
-        stream = Stream(streamer, rules)
-        stream.begin(input_ids)
-        stream.show(state.rows.sequences[:, input_ids.shape[1]])
-        return Member(request, rules, stream, state, input_ids.shape[1])
-
     tokens, settings = prompt_of(request, settings, device)
-    random = {"random": request.random, "streamer": streamer}
-    member: Member = model.begin_shared(tokens, plan, prefilled, **random, **settings)
-    if member.state is not None:
-        new = member.state.rows.sequences[0, member.prompt_length : member.state.lengths[0]]
-        request.take(new.tolist(), member.rules)
+    config, settings = model._merged_config(settings.pop("generation_config", None), with_cache(CACHE, settings))
+    acceptance = DraftSettings.from_config(config).acceptance
+    if acceptance != "exact" and config.do_sample:
+        raise Unsupported(f"{acceptance} acceptance is of one call, and steps are shared here")
+    config.__dict__.pop("calibration", None)
+    asked = Asked(plan=plan, streamer=streamer, random=request.random or NOTHING_DRAWN, others=others)
+    member: Member = begin(model, tokens, config.without("prompt_lookup_num_tokens"), asked, **settings)
+    assert member.state is not None
+    member.request = request
+    new = member.state.rows.sequences[0, len(request.prompt) : member.state.lengths[0]]
+    request.take(new.tolist(), member.rules.scores)
     return member
 
 
@@ -158,27 +138,38 @@ def prompt_of(request: Request, settings: dict[str, Any], device: torch.device) 
     return tokens, {"attention_mask": torch.ones_like(tokens), **settings}
 
 
-class Cancelled(StoppingCriteria):
-    """Ends a call whose request was cancelled."""
+class Follows(StoppingCriteria):
+    """Takes the tokens of a call of its own as they come, and ends it where the request was cancelled."""
 
-    def __init__(self, request: Request):
-        self.request = request
+    def __init__(self, request: Request, deliver: Callable[[Request], None]):
+        self.request, self.deliver = request, deliver
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), self.request.cancelled, device=input_ids.device)
+        request = self.request
+        if len(input_ids) == 1:  # else of beams, of which none is chosen yet
+            request.take(input_ids[0, len(request.prompt) + len(request.tokens) :].tolist(), scores or ())
+            if request.streaming:
+                self.deliver(request)
+        return torch.full((len(input_ids),), request.cancelled, device=input_ids.device)
 
 
-def decode_alone(model: Any, request: Request, device: torch.device) -> None:
-    """Decode a request by a call of its own."""
-    settings = dict(request.settings)
-    settings["stopping_criteria"] = StoppingCriteriaList(
-        [*(settings.get("stopping_criteria") or []), Cancelled(request)]
-    )
-    with contextlib.nullcontext() if request.random is None else request.random.lent(at_once=True):
+def decode_by_itself(
+    model: Any, request: Request, device: torch.device, deliver: Callable[[Request], None], sampled: bool
+) -> None:
+    """Decode a request that cannot share a batch, as those with beams or an assistant, by a call of its own."""
+    settings, streamer = arguments_of(request)
+    follows = Follows(request, deliver)
+    settings["stopping_criteria"] = StoppingCriteriaList([*(settings.get("stopping_criteria") or []), follows])
+    draws = request.random is not None and (sampled or request.objects)
+    with request.random.lent(at_once=sampled) if draws and request.random else contextlib.nullcontext():
         tokens, settings = prompt_of(request, settings, device)
-        output = model.generate(tokens, **settings)
+        output = model.generate(tokens, streamer=streamer, **settings)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
-    request.take(sequences[0, len(request.prompt) :].tolist())
+    rest = sequences[0, len(request.prompt) + len(request.tokens) :].tolist()
+    request.take(rest)
+    if request.keeps_logprobs and getattr(output, "beam_indices", None) is not None:
+        of_beams = model.base.compute_transition_scores(sequences, output.scores, output.beam_indices)
+        request.logprobs = of_beams[0, : len(request.tokens)].tolist()
 
 
 def config_value(name: str, *places: Any) -> Any:

@@ -9,21 +9,20 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching.requests import RequestStatus
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.output_layer import probe_tokens
-from hf_drafthead.batching.batch import TRAINED, Batch, is_short
+from hf_drafthead.bases.releases import RequestStatus
 from hf_drafthead.batching.metrics import Metrics
-from hf_drafthead.batching.requests import Request, begin, decode_alone
-from hf_drafthead.batching.step import Member
+from hf_drafthead.batching.requests import Request, begin_request, config_value, decode_by_itself
 from hf_drafthead.batching.tracker import RequestTracker
-from hf_drafthead.generation.decoding import chooser
+from hf_drafthead.generation.batch import TRAINED, Batch, chooser, is_short
+from hf_drafthead.generation.decoding import with_room
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
-from hf_drafthead.generation.mixin import with_room
-from hf_drafthead.generation.state import DecodingState
-from hf_drafthead.generation.tree import DraftTree, Tree
+from hf_drafthead.generation.prompt import BesideOthers
+from hf_drafthead.generation.state import DecodingState, Member
+from hf_drafthead.generation.tree import ROOT_ALONE, Tree
 from hf_drafthead.trees.rows import Plans
 
 logger = logging.get_logger(__name__)
@@ -62,6 +61,12 @@ class Scheduler:
         self.metrics = Metrics()
         self.batch: Batch | None = None
         self.aside: deque[Member] = deque()
+        self.epoch = 0  # how often the base may have been changed while requests ran
+
+    def forget(self) -> None:
+        """Have nobody's requests: the thread that decoded them is in another process."""
+        self.batch = None
+        self.aside.clear()
 
     @property
     def has_work(self) -> bool:
@@ -108,7 +113,9 @@ class Scheduler:
         if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
             self.plans.renew(reader)
             self.slots = self.slots or self.plans.slots
-            self.batch = batch = Batch(self.model, reader, self.plans, self.slots)
+            self.batch = batch = Batch(
+                self.model, reader, self.plans, self.plans.largest, self.plans.execution, self.slots
+            )
         return batch
 
     @with_room
@@ -123,7 +130,7 @@ class Scheduler:
         plan, device = self.plans.largest, device_of(self.model)
         if self.plans.execution.name == "eager" or batch.running:
             return
-        trees = [plan.tree] if chooser(plan, device.type == "cpu") is None else [plan.tree, DraftTree.root_alone()]
+        trees = [plan.tree] if chooser(plan, device.type == "cpu") is None else [plan.tree, ROOT_ALONE]
         steps = [tree for tree in trees for _ in range(WARM_STEPS)]
         vocabulary = self.model.base.config.get_text_config(decoder=True).vocab_size
         settings = {
@@ -133,10 +140,10 @@ class Scheduler:
         }
         request = Request("", probe_tokens(self.model.base)[:2].tolist(), settings, None)
         try:
-            batch.join(begin(self.model, request, plan, batch.reader, device))
+            batch.join(begin_request(self.model, request, plan, device, BesideOthers(batch.reader)))
             for tree in steps:
                 batch.choosers[1] = functools.partial(_always, tree)
-                if not batch.ended(0):
+                if batch.state is not None and not batch.running[0].has_ended(batch.state):
                     batch.step()
         except Exception as error:  # requests that come are told what is wrong with theirs
             logger.warning(f"The steps could not be warmed up: {type(error).__name__}: {error}")
@@ -167,21 +174,24 @@ class Scheduler:
             try:
                 if batch is None:
                     raise Unsupported("the base does not draft")
-                pieces = (self._piece(batch), lambda: self._between(batch, request)) if batch.running else None
-                shared = batch.beginning(request.prompt), pieces
-                member = begin(self.model, request, self.plans.largest, batch.reader, device_of(self.model), *shared)
+                weights = self.epoch, batch.weights()
+                others = BesideOthers(batch.reader, batch.beginning(request.prompt, weights))
+                if batch.running:
+                    between = functools.partial(self._between, batch, request)
+                    others = others._replace(piece=self._piece(batch), between=between)
+                member = begin_request(self.model, request, self.plans.largest, device_of(self.model), others)
+                member.weights = weights
             except Unsupported as reason:
                 logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
-                decode_alone(self.model, request, device_of(self.model))
-                self.metrics.first(request)
-                self._end(request)
+                self._decode_by_itself(request)
                 return
         except BaseException as error:  # of objects of the user's, what would end a process ends a request
             self._end(request, None if request.cancelled else error)
             return
         self.metrics.first(request)
         request.status = RequestStatus.DECODING
-        if batch is None or member.state is None or member.state.ends[0] is not None or request.cancelled:
+        assert batch is not None and member.state is not None
+        if member.has_ended(member.state) or request.cancelled:
             self._close(member)
             return
         if request.streaming:
@@ -190,6 +200,14 @@ class Scheduler:
             self._join(batch, member)
         else:  # memory was short for the steps that were taken meanwhile
             self.aside.append(member)
+
+    def _decode_by_itself(self, request: Request) -> None:
+        config = request.settings.get("generation_config"), self.model.generation_config
+        sampled = bool(config_value("do_sample", request.settings, *config))
+        request.status = RequestStatus.DECODING
+        decode_by_itself(self.model, request, device_of(self.model), self.tracker.deliver, sampled)
+        self.metrics.first(request)
+        self._end(request)
 
     def _piece(self, batch: Batch) -> int:
         """How many tokens of a prompt are read while those that run wait."""
@@ -218,9 +236,12 @@ class Scheduler:
     # ---- steps
 
     def _step(self, batch: Batch) -> None:
+        self._end_those_without_positions(batch)
+        if not batch.running:
+            return
         try:
             batch.check_base()
-            record = batch.step()
+            (record,) = batch.step()
             batch.check_base()  # another thread may have changed it meanwhile
         except BaseException as error:
             self._failed(batch, error)
@@ -232,18 +253,28 @@ class Scheduler:
                 continue
             request = member.request
             try:
-                request.take(record.tokens[row][: record.counts[row]], member.rules, record.drafted)
-                if member.error is None and member.stream.streamer is not None and batch.state is not None:
-                    member.stream.committed(batch.view(row), member.rules)
+                request.take(record.tokens[row][: record.counts[row]], member.rules.scores, record.drafted)
             except BaseException as error:
                 member.error = error
-            if member.error is not None or batch.ended(row):
+            if batch.state is None or member.has_ended(batch.state):
                 leaving.append(row)
             elif request.streaming and record.counts[row]:
                 self.tracker.deliver(request)
         self._leave(batch, leaving)
         if self.metrics.steps % LOGGED_EVERY == 0:
             logger.info(f"{self.counts()}")
+
+    def _end_those_without_positions(self, batch: Batch) -> None:
+        """End requests that have come to the end of the base's table of positions, which would raise for all."""
+        leaving = []
+        for row, member in enumerate(batch.members):
+            if member is not None and batch.positions is not None and batch.state is not None:
+                if batch.state.lengths[row] > batch.positions:
+                    member.error = IndexError(
+                        f"the text has reached the end of the base's {batch.positions} positions: ask for fewer tokens."
+                    )
+                    leaving.append(row)
+        self._leave(batch, leaving)
 
     def counts(self) -> dict[str, float]:
         """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
@@ -311,7 +342,7 @@ class Scheduler:
     def _close(self, member: Member) -> None:
         """End the request of a member that is in no slot any more."""
         try:
-            if member.error is None:
+            if member.error is None and member.stream is not None:
                 member.stream.end()
         except BaseException as error:
             member.error = member.error or error

@@ -14,8 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from transformers.generation.continuous_batching.requests import GenerationOutput
-
+from hf_drafthead.bases.releases import GenerationOutput
 from hf_drafthead.batching.requests import Request
 
 WAIT = 10.0  # seconds for which a thread waits where the queue is full, as transformers does
@@ -30,7 +29,8 @@ class RequestTracker:
     Attributes:
         changed: the lock, and what tells threads that something is new.
         waiting: those that were not begun; known: by id, those that wait or run.
-        results, handlers: what nobody has taken yet, and who takes the results of a request as they come.
+        results, handlers: what nobody has taken yet, with the number of its request, and who takes the results of a
+            request as they come.
         closed: why no further request is taken, in one line; None while they are.
     """
 
@@ -39,7 +39,7 @@ class RequestTracker:
         self.changed = threading.Condition()
         self.waiting: deque[Request] = deque()
         self.known: dict[str, Request] = {}
-        self.results: deque[GenerationOutput] = deque()
+        self.results: deque[tuple[int, GenerationOutput]] = deque()
         self.handlers: dict[str, tuple[Callable[[GenerationOutput], None], Any]] = {}
         self.closed: str | None = None
         self.added = 0
@@ -98,6 +98,15 @@ class RequestTracker:
             if request_id is not None and request_id not in self.known:
                 self.handlers.pop(request_id, None)
 
+    def forget_all(self, closed: str) -> None:
+        """In a process that was forked: nobody serves here what was asked there, and the lock may be held for ever."""
+        self.changed = threading.Condition()
+        self.waiting.clear()
+        self.known.clear()
+        self.results.clear()
+        self.handlers.clear()
+        self.closed = closed
+
     def cancel(self, request_id: str) -> None:
         """Mark a request as cancelled; an unknown id is ignored."""
         with self.changed:
@@ -145,8 +154,9 @@ class RequestTracker:
         """The next result, or the next of one request; None after `timeout` seconds, or where none may come."""
 
         def place() -> int | None:
-            wanted = (at for at, result in enumerate(self.results) if request_id in (None, result.request_id))
-            return next(wanted, None)
+            newest = None if request_id is None else self._newest(request_id)
+            wanted = (at for at, (number, _) in enumerate(self.results) if newest in (None, number))
+            return None if request_id is not None and newest is None else next(wanted, None)
 
         def is_over() -> bool:
             return not may_come() or not (request_id is None or request_id in self.known)
@@ -156,9 +166,15 @@ class RequestTracker:
             at = place()
             if at is None:
                 return None
-            result = self.results[at]
+            _, result = self.results[at]
             del self.results[at]
             return result
+
+    def _newest(self, request_id: str) -> int | None:
+        """The number of the newest request of an id: of the one that is not finished, else of untaken results."""
+        if (request := self.known.get(request_id)) is not None:
+            return request.number
+        return max((number for number, result in self.results if result.request_id == request_id), default=None)
 
     def register(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Give the results of a request to a function, on the event loop that runs here, instead of keeping them.
@@ -170,13 +186,22 @@ class RequestTracker:
         with self.changed:
             if request_id in self.known and request_id in self.handlers:
                 raise ValueError(f"the request {request_id!r} has a handler, and is not finished yet: give another id.")
-            early = [result for result in self.results if result.request_id == request_id]
-            for result in early:
-                self.results.remove(result)
-            if not any(result.is_finished() for result in early):
-                self.handlers[request_id] = callback, loop
-            for result in early:  # before the lock is given up, behind which later ones come
-                loop.call_soon(callback, result)
+            self.handlers[request_id] = callback, loop
+            loop.call_soon(self._give_early, request_id, callback)  # before later ones, which come behind the lock
+
+    def _give_early(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+        """Give a handler what came before it, of the newest request of its id: a new one may have been put since."""
+        with self.changed:
+            newest = self._newest(request_id)
+            early = [pair for pair in self.results if pair[0] == newest and pair[1].request_id == request_id]
+            for pair in early:
+                self.results.remove(pair)
+            if any(result.is_finished() for _, result in early) and self.handlers.get(request_id, ())[:1] == (
+                callback,
+            ):
+                del self.handlers[request_id]
+        for _, result in early:
+            callback(result)
 
     def deliver(self, request: Request) -> None:
         """Give what a request has so far to its handler, or keep it until somebody asks."""
@@ -188,7 +213,7 @@ class RequestTracker:
             if request.finished:
                 self.handlers.pop(request.request_id, None)
             if callback is None:
-                self.results.append(output)
+                self.results.append((request.number, output))
             self.changed.notify_all()
         if callback is not None and loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop of a client that has gone is closed

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -13,13 +15,26 @@ from transformers.utils import logging
 
 from hf_drafthead.batching.scheduler import Scheduler
 from hf_drafthead.batching.tracker import RequestTracker
-from hf_drafthead.generation.mixin import with_room
+from hf_drafthead.generation.decoding import with_room
 
 logger = logging.get_logger(__name__)
 
 LAST_STEP = 10.0  # seconds for which a process that ends waits for the thread
 STOPPED = "the manager was stopped: start() it again, or make a new one."
+FORKED = "the process was forked, and the thread that decodes is in the other one: start() the manager here."
 ENDING = "the manager is being stopped: start() it in another thread than the one that decodes."
+
+
+WORKERS: weakref.WeakSet[Worker] = weakref.WeakSet()  # of this process
+
+
+def _forked() -> None:
+    for worker in WORKERS:
+        worker.forget_thread()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Worker:
@@ -34,7 +49,7 @@ class Worker:
     """
 
     def __init__(self, tracker: RequestTracker, scheduler: Scheduler):
-        self.tracker, self.changed, self.scheduler = tracker, tracker.changed, scheduler
+        self.tracker, self.scheduler = tracker, scheduler
         self.status = SimpleNamespace(fatal_error=None)
         self._pauses = 0
         self._pausing = threading.local()
@@ -43,6 +58,14 @@ class Worker:
         self._ending = False  # the thread takes no further step
         self._starts = 0
         self._thread: threading.Thread | None = None
+        WORKERS.add(self)
+
+    def forget_thread(self) -> None:
+        """In a process that was forked, which has none of the threads: requests are refused until `start`."""
+        if self._thread is not None:
+            self.tracker.forget_all(FORKED)
+            self.scheduler.forget()
+            self._thread, self._pauses, self._paused, self._ending = None, 0, False, False
 
     def is_running(self) -> bool:
         """Whether the thread decodes, or waits for something to decode."""
@@ -55,14 +78,14 @@ class Worker:
 
     def start(self) -> None:
         """Start the thread; does nothing where it runs. One that was told to finish what it has goes on instead."""
-        with self.changed:
+        with self.tracker.changed:
             while self.is_running() and (self._stopping == "cancel" or self._ending):
                 if self._thread is threading.current_thread():
                     raise RuntimeError(ENDING)
-                self.changed.wait()  # until it has ended, which is no longer than a step
+                self.tracker.changed.wait()  # until it has ended, which is no longer than a step
             self._starts += 1
             self._stopping, self.status.fatal_error, self.tracker.closed = None, None, None
-            self.changed.notify_all()
+            self.tracker.changed.notify_all()
             if self.is_running():
                 return
             self._ending = False
@@ -81,18 +104,18 @@ class Worker:
         """Take no more requests. Those that wait and run are finished first, or end with an error (`cancel`)."""
         if getattr(self._pausing, "depth", 0):
             raise RuntimeError("a manager cannot be stopped by a thread that pauses it: leave `pause` first.")
-        with self.changed:
+        with self.tracker.changed:
             self._stopping = "cancel" if cancel else self._stopping or "drain"
             self.tracker.closed = self.tracker.closed or STOPPED
-            self.changed.notify_all()
+            self.tracker.changed.notify_all()
 
     def join(self, timeout: float | None) -> None:
         """Wait for the end of the thread, `timeout` seconds at most, or until another thread lets it go on."""
         if self._thread is threading.current_thread():
             return
-        with self.changed:
+        with self.tracker.changed:
             starts = self._starts
-            ended = self.changed.wait_for(lambda: not self.is_running() or self._starts != starts, timeout)
+            ended = self.tracker.changed.wait_for(lambda: not self.is_running() or self._starts != starts, timeout)
         if not ended:
             logger.warning(f"The thread that decodes has not ended within {timeout} s.")
 
@@ -100,21 +123,22 @@ class Worker:
     def pause(self) -> Iterator[None]:
         """Nothing is decoded meanwhile."""
         self.refuse_own_thread("pause()")
-        with self.changed:
+        with self.tracker.changed:
             if not self.is_running():
                 raise RuntimeError("the manager does not run: there is nothing to pause.")
             self._pauses += 1
             self._pausing.depth = getattr(self._pausing, "depth", 0) + 1
         try:
-            with self.changed:
-                self.changed.notify_all()
-                self.changed.wait_for(lambda: self._paused or not self.is_running())
+            with self.tracker.changed:
+                self.tracker.changed.notify_all()
+                self.tracker.changed.wait_for(lambda: self._paused or not self.is_running())
+            self.scheduler.epoch += 1
             yield
         finally:
-            with self.changed:
+            with self.tracker.changed:
                 self._pauses -= 1
                 self._pausing.depth -= 1
-                self.changed.notify_all()
+                self.tracker.changed.notify_all()
 
     def _run(self, inference: bool) -> None:
         try:
@@ -127,15 +151,15 @@ class Worker:
             self.scheduler.fail_all(error)
         finally:
             atexit.unregister(self._leave)
-            with self.changed:
+            with self.tracker.changed:
                 self._ending = True
             self.scheduler.close()
-            with self.changed:
+            with self.tracker.changed:
                 self._paused = False
                 self._stopping = self._stopping or "drain"
                 self.tracker.closed = self.tracker.closed or STOPPED
                 self._thread = None
-                self.changed.notify_all()
+                self.tracker.changed.notify_all()
 
     @with_room
     def _loop(self) -> None:
@@ -145,17 +169,17 @@ class Worker:
 
     def _wait(self) -> bool:
         """Until there is something to do; False where that is to end."""
-        with self.changed:
+        with self.tracker.changed:
             while True:
                 if self._stopping == "cancel" or (self._stopping and not self.scheduler.has_work):
                     self._ending = True
                     return False
                 if self._pauses:
                     self._paused = True
-                    self.changed.notify_all()
-                    self.changed.wait_for(lambda: not self._pauses)
+                    self.tracker.changed.notify_all()
+                    self.tracker.changed.wait_for(lambda: not self._pauses)
                     self._paused = False
                     continue
                 if self.scheduler.has_work:
                     return True
-                self.changed.wait()
+                self.tracker.changed.wait()

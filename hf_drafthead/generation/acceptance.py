@@ -25,7 +25,7 @@ import torch
 
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, Walk, running
+from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, RowWalk, Walk, running
 from hf_drafthead.generation.tree import DraftTree, Tree
 
 
@@ -71,8 +71,7 @@ def walk_on_host(
     *,
     preferred: torch.Tensor | None = None,
     show: Callable[[torch.Tensor], None] | None = None,
-    depth: int | None = None,
-) -> Walk:
+) -> list[RowWalk]:
     """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
 
     Args:
@@ -82,7 +81,6 @@ def walk_on_host(
         rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
-        depth: see `Walk.of_rows`.
     """
     tokens, reach = candidates.tokens, state.reach()
     before, lengths, ends = state.lengths, list(state.lengths), list(state.ends)
@@ -134,20 +132,18 @@ def walk_on_host(
         if rules.lockstep and len(going_on) < len(now):
             break
         moving = going_on
-    walks = []
+    walks: list[RowWalk] = []
     for length, end, walked, row_tokens in zip(before, ends, nodes, emitted):
         observed = max(min(len(walked), end - length), 0) if end and rules.pads else len(walked)
         walks.append((len(walked), observed, end, row_tokens, walked))
-    return Walk.of_rows(walks, depth, rules.pad_token, tokens.device)
+    return walks
 
 
-def walk_greedily(
-    logits: torch.Tensor, candidates: Candidates, state: DecodingState, rules: Rules, depth: int | None = None
-) -> Walk:
+def walk_greedily(logits: torch.Tensor, candidates: Candidates, state: DecodingState, rules: Rules) -> list[RowWalk]:
     """As `walk_on_host`, for calls that are `Rules.greedy` on a CPU: looks at no node but those visited."""
     parents, drafted = candidates.topology.parents.tolist(), candidates.tokens.tolist()
     assert rules.max_length is not None
-    rows = []
+    rows: list[RowWalk] = []
     for row, (length, end, reach) in enumerate(zip(state.lengths, state.ends, state.reach())):
         tokens: list[int] = []
         nodes: list[int] = []
@@ -163,7 +159,7 @@ def walk_greedily(
             elif not (node := _child(parents[row % len(parents)], drafted[row], node, token)):
                 break
         rows.append((len(nodes), len(nodes), end, tokens, nodes))
-    return Walk.of_rows(rows, depth, rules.pad_token, candidates.tokens.device)
+    return rows
 
 
 def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:

@@ -143,7 +143,7 @@ def accepted_copies(
     return counts
 
 
-def joined(
+def with_copies(
     tokens: torch.Tensor,
     parents: torch.Tensor,
     depths: torch.Tensor,

@@ -5,30 +5,23 @@ from __future__ import annotations
 import copy
 import functools
 import reprlib
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
-from transformers import GenerationConfig, StoppingCriteriaList
-from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin, GenerationMode, StopStringCriteria
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
-from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.hooks import changed_by_training, is_hooked
-from hf_drafthead.bases.limits import check_length
-from hf_drafthead.bases.ordinary_caches import can_load, rows_of
+from hf_drafthead.bases.hooks import changed_by_training, circumstances, is_hooked
 from hf_drafthead.bases.output_layer import probe_tokens
-from hf_drafthead.bases.probe import circumstances, probe, try_tree
+from hf_drafthead.bases.probe import probe, try_tree
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.releases import CACHE, mask_length, with_cache
-from hf_drafthead.generation.decoding import decode, may_draw
+from hf_drafthead.bases.releases import CACHE, GenerateDecoderOnlyOutput, GenerationMixin, with_cache
+from hf_drafthead.generation.decoding import decode, with_room
+from hf_drafthead.generation.entry import Asked, CallConfig, NothingPays, begin, check_call
 from hf_drafthead.generation.lookup import TextIndex
-from hf_drafthead.generation.noise import RandomNumbers
-from hf_drafthead.generation.rules import ROW_BY_ROW, Rules
+from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord, draft_vocabulary
@@ -40,52 +33,6 @@ T = TypeVar("T")
 
 MOST_READERS = 16  # that are kept of one base, whose hooks and forwards may change between calls
 FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
-
-
-def with_room(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that it and what it calls have 256 KiB for their frames in one block.
-
-    CPython keeps frames in blocks of 16 KiB. A call whose frame does not fit into the rest of a block takes a new one
-    from the operating system, and gives it back when it returns: where a block happens to end between the loop of
-    decoding and the functions that it calls, up to 200 times in a step of the bundled Medusa, 26 in a captured one.
-
-    >>> with_room(max)(1, 2)
-    2
-    """
-    call = types.FunctionType(_apply.__code__.replace(co_stacksize=FRAME_WORDS), globals())
-
-    @functools.wraps(function)
-    def roomy(*args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = call(function, args, kwargs)
-        return result
-
-    return roomy
-
-
-def _apply(function, args, kwargs):
-    return function(*args, **kwargs)
-
-
-class NothingPays(Unsupported):
-    """No tree pays in a call, and the base is to decode by itself."""
-
-
-class CallConfig(GenerationConfig):
-    """The settings of one call, in which None is an answer: the base's own defaults do not fill it."""
-
-    _settled: tuple[str, ...] = ()  # a public attribute would be an argument of `generate`
-
-    def update(self, defaults_only: bool = False, allow_custom_entries: bool = False, **kwargs: Any) -> dict[str, Any]:
-        if defaults_only:
-            kwargs = {name: value for name, value in kwargs.items() if name not in self._settled}
-        return super().update(defaults_only=defaults_only, allow_custom_entries=allow_custom_entries, **kwargs)
-
-    def without(self, name: str) -> CallConfig:
-        """A copy in which a setting is None for good."""
-        config = copy.deepcopy(self)
-        setattr(config, name, None)
-        config._settled += (name,)
-        return config
 
 
 class DraftHeadGenerationMixin(GenerationMixin):
@@ -155,61 +102,53 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
-        asked: dict[str, Any] = {"draft_tree": draft_tree, "acceptance": acceptance}
-        asked |= {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
+        named: dict[str, Any] = {"draft_tree": draft_tree, "acceptance": acceptance}
+        named |= {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
         copies = config.prompt_lookup_num_tokens if looks_up else self.drafter.copies
-        texts = TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
+        texts = None if lookup_texts is None else TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
         copies = COPIES if copies is None and texts is not None else copies
         if self.drafter.copies is not None and draft_tree == AUTO:  # copies alone are drafted while they pay anyway
-            asked["draft_tree"] = LOOKUP
-        settings = DraftSettings.from_config(config, **asked)
-        plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())  # always checked
+            named["draft_tree"] = LOOKUP
+        settings = DraftSettings.from_config(config, **named)
+        # checked also where a measured tree comes before it
+        plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
         self._check_copies(settings, plan, draft_tree, copies)
         config.__dict__.pop("calibration", None)  # the base would copy it
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
-            "generation_config": config,
             "logits_processor": logits_processor,
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
-            "synced_gpus": synced_gpus,
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             **kwargs,
         }
-        random = RandomNumbers()
+        asked = Asked(
+            plan=None if draft_tree in (None, AUTO) and self.drafter.copies is None else plan,
+            settings=settings,
+            copies=copies,
+            texts=texts,
+            execution=Execution.wanted(self, config),
+            streamer=streamer,
+            random=RandomNumbers() if config.do_sample else NOTHING_DRAWN,
+            timed=on_step is not None,
+        )
+        own = {"stopping_criteria": stopping_criteria, "assistant_model": assistant_model, "synced_gpus": synced_gpus}
         try:
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
-            _check_call(self.base, drafting, assistant_model, synced_gpus)
-            loop = self._loop(
-                random=random,
-                reader=self._base_reader(),
-                plan=None if draft_tree in (None, AUTO) and self.drafter.copies is None else plan,
-                settings=settings,
-                copies=copies,
-                texts=texts,
-                execution=Execution.wanted(self, config),
-                streamer=streamer,
-                on_step=on_step,
-            )
-            call_of_loop = {**call, "generation_config": drafting}
-            call_of_loop |= _stop_strings_as_criterion(drafting, stopping_criteria, kwargs)
-            return self.base.generate(inputs, custom_generate=loop, **call_of_loop)
+            decoded = functools.partial(decode, model=self, execution=asked.execution, on_step=on_step)
+            return begin(self, inputs, drafting, asked, decoded, **own, **call)
         except Unsupported as reason:
-            random.undo()
+            if config.do_sample:
+                asked.random.undo()
             if not isinstance(reason, NothingPays):  # of which `choose` has told
                 logger.warning_once(f"Draft heads are not used, the base decodes by itself: {reason}.")
         finally:
-            random.close()
-        output = self.base.generate(
-            inputs,
-            stopping_criteria=stopping_criteria,
-            assistant_model=assistant_model,
-            streamer=streamer,
-            custom_generate=custom_generate,
-            **call,
-        )
+            if config.do_sample:
+                asked.random.close()
+        call |= {"generation_config": config, "streamer": streamer, "custom_generate": custom_generate}
+        output = self.base.generate(inputs, **own, **call)
         return DraftHeadGenerateOutput(**output) if type(output) is GenerateDecoderOnlyOutput else output
 
     def _merged_config(
@@ -236,47 +175,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
     def _guesses_among(self) -> tuple[int | None, int]:
         """How deep the heads guess, None where there is no limit, and among how many tokens."""
         return self.drafter.max_depth, draft_vocabulary(self.base, self.drafter)
-
-    def begin_shared(
-        self,
-        inputs: torch.Tensor,
-        plan: DraftPlan,
-        run: Callable[..., T],
-        *,
-        logits_processor=None,
-        stopping_criteria=None,
-        prefix_allowed_tokens_fn=None,
-        streamer=None,
-        random: RandomNumbers | None = None,
-        generation_config: GenerationConfig | None = None,
-        **kwargs: Any,
-    ) -> T:
-        """Let the base prepare a call as for `generate`, and hand it to `run` in the place of the decoding loop.
-
-        Args:
-            inputs: (1, P) prompt.
-            plan: how the steps draft that are to follow.
-            run: takes what `decode` takes.
-            random: that the call draws.
-
-        Raises:
-            Unsupported: the call cannot draft; nothing of the user's was called with a token.
-        """
-        config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
-        acceptance = DraftSettings.from_config(config).acceptance
-        if acceptance != "exact" and config.do_sample:
-            raise Unsupported(f"{acceptance} acceptance is of one call, and steps are shared here")
-        config.__dict__.pop("calibration", None)
-        config = config.without("prompt_lookup_num_tokens")
-        _check_call(self.base, config, kwargs.get("assistant_model"), None)
-        ours = {"plan": plan, "execution": Execution("eager"), "random": random or RandomNumbers(), "run": run}
-        call = {"generation_config": config, "logits_processor": logits_processor, **kwargs}
-        call |= _stop_strings_as_criterion(config, stopping_criteria, kwargs)
-        loop = self._loop(reader=self._base_reader(), streamer=streamer, **ours)
-        result: T = self.base.generate(
-            inputs, custom_generate=loop, prefix_allowed_tokens_fn=prefix_allowed_tokens_fn, **call
-        )
-        return result
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """A manager of requests that join and leave while others are decoded, see `batching.Manager`."""
@@ -310,13 +208,13 @@ class DraftHeadGenerationMixin(GenerationMixin):
         config = self._merged_config(None, {**short, **greedy})[0].without("max_length")
         config.__dict__.pop("calibration", None)
         try:
-            reader = self._base_reader()
-            _check_call(self.base, self._merged_config(None, {})[0], None, None)
+            self._base_reader()
+            check_call(self.base, self._merged_config(None, {})[0], None, None)
             copies = self.drafter.copies
             plan = DraftPlan(DraftTree([(0,)]) if copies is None else DraftTree.root_alone())
-            ours = {"plan": plan, "settings": DraftSettings(), "copies": copies, "random": RandomNumbers()}
-            loop = self._loop(reader=reader, execution=Execution("eager"), **ours)
-            self.base.generate(probe_tokens(self.base)[None, :4], generation_config=config, custom_generate=loop)
+            asked = Asked(plan=plan, copies=copies)
+            decoded = functools.partial(decode, model=self, execution=asked.execution)
+            begin(self, probe_tokens(self.base)[None, :4], config, asked, decoded)
         except Unsupported as reason:
             return str(reason)
         except Exception as error:  # of heads that do not fit the base, or of the base itself
@@ -350,77 +248,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
         self.drafter.prepare()
         return readers[key]
 
-    def _loop(self, **ours: Any) -> Callable[..., Any]:
-        """`_decode` as the base's `custom_generate`, which shows none of `ours`: a call could set them by name."""
-        decode = functools.partial(self._decode, **ours)
-        return lambda *args, **model_kwargs: decode(*args, **model_kwargs)
-
-    def _decode(
-        self,
-        base,
-        input_ids,
-        *,
-        reader,
-        execution,
-        plan=None,
-        settings=None,
-        copies=None,
-        texts=None,
-        streamer=None,
-        on_step=None,
-        random=None,
-        run=decode,
-        **call,
-    ):
-        """The loop, as the base's `custom_generate`, after a look at what the base has prepared.
-
-        Args:
-            plan: of a call that names its tree; None where what was measured, and `settings`, choose one.
-            copies: how many tokens of the text each step copies, where the call asks for that.
-            texts: others to copy from.
-            random: numbers of the call.
-            run: what decodes, or takes over what was prepared for it.
-        """
-        processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
-        config, text_config = call.pop("generation_config"), base.config.get_text_config(True)
-        inputs = _of_text(base, with_cache(CACHE, {name: value for name, value in call.items() if value is not None}))
-        past = inputs.get(CACHE)
-        if past is None or not can_load(past):
-            raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
-        if (rows := rows_of(past)) not in (None, len(input_ids)):
-            raise Unsupported(f"the cache holds {rows} row(s), and the call has {len(input_ids)}", lasting=False)
-        # greedy decoding is exact with all of them
-        acceptance = (plan or settings).acceptance if config.do_sample else "exact"
-        if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
-            if acceptance != "exact":
-                raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
-        lookup: dict[str, Any] = {"copies": copies, "longest_match": config.max_matching_ngram_size, "texts": texts}
-        if plan is None or copies is not None:
-            plan = _trees().choose(self, reader, settings, len(input_ids), execution, named=plan, **lookup)
-        if plan.base_decodes and on_step is None:
-            raise NothingPays(plan.why)
-        mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
-        positions = mask_length(config, mask) or input_ids.shape[1]
-        longest = positions + config.max_length - input_ids.shape[1] + plan.tree.max_depth
-        check_length(text_config, longest, plan.tree.num_nodes)
-        inputs.pop("cache_position", None)
-        rules = Rules(
-            processors,
-            criteria,
-            config,
-            batch_size=len(input_ids),
-            prompt_length=input_ids.shape[1],
-            device=input_ids.device,
-            samples=config.do_sample and acceptance != "typical",
-            rejects=acceptance == "rejection",
-            streams=may_draw(streamer),
-            random=random,
-        )
-        returned = config.return_dict_in_generate or getattr(past, "_is_user_defined", False)
-        if reader.mixers and rules.overruns and returned:
-            raise Unsupported("rows go on behind their ends without padding, and a state cannot go back", lasting=False)
-        return run(self, input_ids, rules, reader, plan, execution, streamer=streamer, on_step=on_step, **inputs)
-
 
 def _refuse_no_prompt(prompt: torch.Tensor | None, embeddings: torch.Tensor | None) -> None:
     if prompt is not None and embeddings is None and prompt.shape[-1] == 0:
@@ -434,62 +261,3 @@ def _batching() -> Any:
     from hf_drafthead import batching
 
     return batching
-
-
-def _trees() -> Any:
-    """The room where a tree is chosen, by what was measured with this one's steps; imported when it is asked for."""
-    from hf_drafthead import trees
-
-    return trees
-
-
-def _of_text(base, inputs: dict[str, Any]) -> dict[str, Any]:
-    """The model inputs of a call, without what tells a base for images and text that there are no images."""
-    if base.config.get_text_config(decoder=True) is base.config:
-        return inputs
-    if inputs.get("mm_encoder_outputs") == {}:
-        del inputs["mm_encoder_outputs"]
-    for name in ("token_type_ids", "mm_token_type_ids"):
-        if name in inputs and not bool(inputs[name].any()):
-            del inputs[name]
-    positions = inputs.get("position_ids")
-    if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):
-        inputs["position_ids"] = positions[0]  # a position of the text is the same on every axis
-    return inputs
-
-
-def _check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:
-    """Refuse, before anything runs, what the loop cannot do.
-
-    Raises:
-        Unsupported: with the reason.
-    """
-    mode = config.get_generation_mode(assistant_model)
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise Unsupported(f"the generation mode is {mode.value.replace('_', ' ')}")
-    if not config.use_cache:
-        raise Unsupported(f"use_cache is {config.use_cache}")
-    if config.cache_implementation not in (None, "dynamic", "hybrid", "static"):
-        raise Unsupported(f"cache_implementation is {config.cache_implementation!r}")
-    if config.output_attentions or config.output_hidden_states:
-        raise Unsupported("attentions or hidden states are asked for")
-    if config.token_healing:
-        raise Unsupported("token healing rewrites the prompt")
-    sharded = is_deepspeed_zero3_enabled() or is_fsdp_managed_module(base)
-    if synced_gpus or (synced_gpus is None and sharded and dist.is_initialized() and dist.get_world_size() > 1):
-        raise Unsupported("several processes must stay in step")
-
-
-def _stop_strings_as_criterion(config: CallConfig, stopping_criteria, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that make `stop_strings` work: with a custom loop transformers loses the tokenizer on the way."""
-    if config.stop_strings is None:
-        return {"stopping_criteria": stopping_criteria}
-    tokenizer = kwargs.get("tokenizer")
-    if tokenizer is None:
-        raise ValueError(
-            f"stop_strings is {config.stop_strings!r}, but no tokenizer was given: pass tokenizer= to generate()."
-        )
-    criteria = StoppingCriteriaList(stopping_criteria or [])
-    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # else the caller's replaces it
-        criteria.insert(0, StopStringCriteria(tokenizer, config.stop_strings))
-    return {"generation_config": config.without("stop_strings"), "stopping_criteria": criteria}

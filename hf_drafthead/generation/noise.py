@@ -190,6 +190,9 @@ class RandomNumbers:
             self.parked = None
 
 
+NOTHING_DRAWN = RandomNumbers()  # of calls that do not sample, and know of no objects that draw
+
+
 class _Draws(TorchDispatchMode):
     """Tells when this thread is going to draw from a generator of the process."""
 

@@ -17,55 +17,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation import logits_process as processors
-from transformers.generation import stopping_criteria as criteria
+from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 
+from hf_drafthead.bases.releases import (
+    CRITERIA_ON_DEVICE,
+    CRITERIA_ROW_BY_ROW,
+    ROW_BY_ROW,
+    SCORES_ONLY,
+    ends_of,
+    longest_of,
+    temperature_of,
+)
 from hf_drafthead.bases.topology import Topology
-from hf_drafthead.generation.noise import NoiseTape, RandomNumbers
+from hf_drafthead.generation.noise import NOTHING_DRAWN, NoiseTape, RandomNumbers
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
-
-# They look at nothing but a row's scores.
-SCORES_ONLY = (
-    processors.TemperatureLogitsWarper,
-    processors.TopPLogitsWarper,
-    processors.TopKLogitsWarper,
-    processors.TopHLogitsWarper,
-    processors.MinPLogitsWarper,
-    processors.TypicalLogitsWarper,
-    processors.EpsilonLogitsWarper,
-    processors.EtaLogitsWarper,
-    processors.InfNanRemoveLogitsProcessor,
-    processors.LogitNormalization,
-    processors.SuppressTokensLogitsProcessor,
-)
-# They look at a row's own prefix and scores.
-ROW_BY_ROW = (
-    *SCORES_ONLY,
-    processors.MinLengthLogitsProcessor,
-    processors.MinNewTokensLengthLogitsProcessor,
-    processors.RepetitionPenaltyLogitsProcessor,
-    processors.NoRepeatNGramLogitsProcessor,
-    processors.SequenceBiasLogitsProcessor,
-    processors.NoBadWordsLogitsProcessor,
-    processors.ForcedBOSTokenLogitsProcessor,
-    processors.ForcedEOSTokenLogitsProcessor,
-    processors.ExponentialDecayLengthPenalty,
-    processors.SuppressTokensAtBeginLogitsProcessor,
-)
-CRITERIA_ROW_BY_ROW = (
-    criteria.MaxLengthCriteria,
-    criteria.MaxTimeCriteria,
-    criteria.StopStringCriteria,
-    criteria.EosTokenCriteria,
-)
-CRITERIA_ON_DEVICE = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria)
 
 
 @dataclass
@@ -81,7 +51,7 @@ class Rules:
     samples: bool
     rejects: bool = False  # samples by rejection, from noise of its own
     streams: bool = False  # to an object that may draw
-    random: RandomNumbers = field(default_factory=RandomNumbers)
+    random: RandomNumbers = NOTHING_DRAWN
     scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
     logits: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
 
@@ -89,8 +59,7 @@ class Rules:
         config = self.config
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
-        lengths = (c.max_length for c in self.criteria if isinstance(c, criteria.MaxLengthCriteria))
-        self.max_length = math.ceil(shortest) if (shortest := min(lengths, default=None)) is not None else None
+        self.max_length = longest_of(self.criteria)
         # As in transformers: only then do finished rows emit padding; else they go on until all are finished.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
@@ -113,13 +82,14 @@ class Rules:
             and not (self.pads and (self.keeps_scores or self.keeps_logits))
         )
         # rows that have ended go on for as long as others do, and some of them for longer
-        self.overruns = not (self.pads or self.lockstep or types_of <= {criteria.MaxLengthCriteria})
-        ends = [c.eos_token_id.flatten() for c in self.criteria if isinstance(c, criteria.EosTokenCriteria)]
-        self.eos_tokens = sorted({token for tokens in ends for token in tokens.tolist()})
-        warpers = (p for p in self.processors if isinstance(p, processors.TemperatureLogitsWarper))
-        self.temperature = math.prod(warper.temperature for warper in warpers)
+        self.overruns = not (self.pads or self.lockstep or types_of <= {MaxLengthCriteria})
+        self.eos_tokens = ends_of(self.criteria)
+        self.temperature = temperature_of(self.processors)
         known = all(type(processor) in ROW_BY_ROW for processor in self.processors)
-        self.asks_others = self.lockstep and not (known and types_of.issubset(CRITERIA_ROW_BY_ROW))
+        if self.samples and self.random is NOTHING_DRAWN:
+            self.random = RandomNumbers()
+        known = known and types_of.issubset(CRITERIA_ROW_BY_ROW)
+        self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and not known
         self.generator = self.random.begin(self.device) if self.samples and self.rejects else None
         if self.samples and not self.rejects:
             self.random.sample(self.batch_size, self.device)

@@ -44,7 +44,7 @@ from hf_drafthead.generation.programs import (
 )
 from hf_drafthead.generation.state import DecodingState, Limits, Outcome, Rows
 from hf_drafthead.generation.step import MOST_PENDING, Stages, Step, shortage_undone
-from hf_drafthead.generation.tree import DraftTree, Tree, smaller
+from hf_drafthead.generation.tree import ROOT_ALONE, Tree, smaller
 
 logger = logging.get_logger(__name__)
 
@@ -287,7 +287,9 @@ class Runner:
         execution, state: of the call.
         make: a step with a tree.
         tree: the largest of the call.
+        members: of the batch, by row.
         choose: which tree the next step takes, where that is not always the same.
+        shared: whether others may join.
     """
 
     def __init__(
@@ -298,16 +300,18 @@ class Runner:
         make: Callable[..., Step],
         tree: Tree,
         state: DecodingState,
+        members: list[Any],
         choose: Callable[[DecodingState], Tree] | None = None,
+        shared: bool = False,
     ):
         self.model, self.reader, self.execution, self.tree, self.choose = model, reader, execution, tree, choose
+        self.members, self.shared = members, shared
         # the same for most trees, which then share programs; attention does not look at more than there are nodes
         self.slots = rounded_up(tree.slots, SLOTS)
         self.device, self.base_device = state.rows.lengths.device, reader.base.device
         graphs = has_graphs(self.device)
         self.steps_of_room = 2 if graphs else 1  # of a step that was launched ahead the host does not know
-        self.alone = DraftTree.root_alone()
-        self.make = functools.partial(make, ahead=graphs and execution.name != "eager")
+        self.make = functools.partial(make, members=members, ahead=graphs and execution.name != "eager")
         self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
         self.stages: dict[Step, Any] = {}  # programs in the place of a step's stages
         self.recorded: dict[Hashable, Recorded] = {}  # what runs stages, in the memory of the call as it is now
@@ -342,7 +346,7 @@ class Runner:
         """The root alone, of a step that nothing of the nodes before it is left for."""
         for cache in state.caches:
             cache.clear()
-        return self.alone
+        return ROOT_ALONE
 
     def _captured(self, step: Step, state: DecodingState) -> Outcome:
         """Take a step by programs."""
@@ -391,7 +395,13 @@ class Runner:
             arena.free = True
 
     def _smaller(self, tree: Tree, short: DoesNotFit) -> Tree:
-        """The tree of this step and of all that follow, after one for which memory is short."""
+        """The tree of this step and of all that follow, after one for which memory is short.
+
+        Raises:
+            DoesNotFit: a batch of several calls gets smaller before the tree does.
+        """
+        if sum(member is not None for member in self.members) > 1 and self.shared:
+            raise short
         if tree.num_nodes == 1:
             raise short.__cause__ or short from None
         logger.warning_once("Memory does not hold the nodes of a step: this call goes on with smaller trees.")
@@ -408,7 +418,7 @@ class Runner:
         longest = max(state.lengths) + 2 * (step.depth + 1)
         cache.reserve(longest + state.past_shift, cache.nodes)
         if longest > state.rows.sequences.shape[1]:
-            state.keep(state.rows.with_room(longest, step.rules.pad_token), state.pending)
+            state.keep(state.rows.with_room(longest, step.padding), state.pending)
         if len(state.pending) >= (MOST_PENDING if step.defers else 1):
             self._observe(step, state)
 
@@ -452,7 +462,7 @@ class Runner:
         program: Any = stage if self.execution.config is None else self._program(stage, arguments)
         runs: Any = program
         if self.arena is not None:
-            key = (program, step.tree, step.rules.rejects, form_of(arguments[1:]))
+            key = (program, step.tree, step.rejects, form_of(arguments[1:]))
             runs = self.arena.programs.setdefault(key, Recorded(program))
             runs.try_again(*arguments)
         if isinstance(program, Program) and not program.made:
@@ -500,15 +510,17 @@ class Runner:
         """
         past, room = max(state.lengths) + state.past_shift, self.steps_of_room * step.depth
         self.recorded.clear()
-        padding, compiles = step.rules.pad_token, self.execution.config is not None
-        longest = step.rules.max_length or max(state.lengths) + AHEAD
+        padding, compiles = step.padding, self.execution.config is not None
+        bound = None if self.shared else self.members[0].rules.max_length
+        longest = bound or max(state.lengths) + AHEAD
         left = min(longest - max(state.lengths), AHEAD) + room
         if not self.execution.records:
             bucket = BUCKET if self.device.type == "cuda" else CAPACITY_BUCKET
             fix(state, rounded_up(past + left, bucket), self.slots, step.depth, padding, compiles)
             return
         capacity, rows = rounded_up(past + left, AHEAD), state.rows
-        sizes = (capacity, self.slots, compiles, len(state.lengths), rows.visible is None, len(state.limits.eos))
+        ends = state.limits.eos.shape[-1]
+        sizes = (capacity, self.slots, compiles, len(state.lengths), rows.visible is None, ends)
         key = (*sizes, form_of(rows.draft_state), self.reader, *addresses(self.model))
         arena = self.programs.take_arena(key)
         if arena is not None:

@@ -13,6 +13,8 @@ from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, resolve
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
 AUTO = "auto"  # draft, or do not draft for a while
+MOST_RESOLVED = 64  # trees that are kept, each with its tensors
+_RESOLVED: dict[tuple[str, int | None, int], Tree] = {}  # by what named them, the heads and the vocabulary
 ACCEPTANCES = ("exact", "rejection", "typical")
 
 
@@ -132,7 +134,12 @@ class DraftSettings:
 
     def plan(self, max_depth: int | None, vocabulary: int) -> DraftPlan:
         """The plan of a call with the tree that `draft_tree` names, see `resolve`; "auto" names none."""
-        return self.with_tree(resolve(self.draft_tree, max_depth, vocabulary))
+        key = str(self.draft_tree), max_depth, vocabulary
+        if type(self.draft_tree) not in (str, list) or key not in _RESOLVED:
+            while len(_RESOLVED) >= MOST_RESOLVED:
+                _RESOLVED.pop(next(iter(_RESOLVED)), None)
+            _RESOLVED[key] = resolve(self.draft_tree, max_depth, vocabulary)
+        return self.with_tree(_RESOLVED[key])
 
     def with_tree(self, tree: Tree) -> DraftPlan:
         """The plan with this tree, where the acceptance can walk it."""

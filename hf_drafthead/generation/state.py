@@ -1,4 +1,4 @@
-"""What the stages of a step hand on, and what a call knows between two steps.
+"""What the stages of a step hand on, what a batch knows between two steps, and what it knows of each call in it.
 
 Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, F*H features, W width of the
 sequences, E end-of-sequence tokens, S steps.
@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
-from transformers.generation import GenerateDecoderOnlyOutput
 
+from hf_drafthead.bases.releases import STREAMERS, BaseStreamer, GenerateDecoderOnlyOutput
 from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.bases.topology import Topology
+from hf_drafthead.generation.noise import NOTHING_DRAWN
 
 # What `torch.multinomial` says, with which the base samples.
 NOT_A_DISTRIBUTION = "probability tensor contains either `inf`, `nan` or element < 0"
@@ -181,11 +182,11 @@ class Outcome(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Where a call must stop, as tensors, so that a captured step serves every call.
+    """Where rows must stop, as tensors, so that a captured step serves every call.
 
-    max_length: () longest row; eos: (E,) tokens that end a row; last_position: (B, 1) the last past position whose
-    node the base may be asked about; padding: () token behind a row's end; pads: () whether a row that has ended emits
-    padding from there on, as long as others go on.
+    max_length: (B,) the longest length of each row; eos: (B, 1, E) tokens that end it; last_position: (B, 1) the last
+    past position whose node the base may be asked about; padding: () token behind a row's end; pads: () whether a row
+    that has ended emits padding from there on, as long as others go on.
     """
 
     max_length: torch.Tensor
@@ -256,23 +257,25 @@ Pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 class DecodingState:
     """All that one call knows. It belongs to the call: nothing of it lives on a module.
 
-    rows: on the device, see `keep`; limits: where the call stops; last_position: B of them, of the limits, as the host
-    knows them; prompt_length: tokens of the prompt; past_shift: past positions minus tokens (not 0 where the call began
-    with a cache or embeddings); lengths, ends: what the host knows of each row, its tokens and at how many of them it
-    ended, or None; counted: tokens of each step, row by row, up to the row's own end; pending: what the drafter has not
-    observed yet; stuck: whether a row emitted nothing in the last step, since the base's logits were no numbers.
+    rows: on the device, see `keep`; limits: where the rows stop; last_position: B of them, of the limits, as the host
+    knows them; past_shift: past positions minus tokens (not 0 where the call began with a cache or embeddings);
+    lengths, ends: what the host knows of each row, its tokens and at how many of them it ended, or None; counted:
+    tokens of the last step, row by row, up to the row's own end; pending: what the drafter has not observed yet; stuck:
+    whether a row emitted nothing in the last step, since the base's logits were no numbers; lost: rows of the last step
+    in which the base was to sample from what is no distribution.
     """
 
     rows: Rows
     limits: Limits
     last_position: list[int]
-    prompt_length: int
     past_shift: int
     lengths: list[int]
     ends: list[int | None]
-    counted: list[list[int]] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
     pending: Pending = field(default_factory=list)
     stuck: bool = False
+    lost: list[int] = field(default_factory=list)
+    steps: int = 0
 
     def __post_init__(self) -> None:
         self.caches = self.rows.caches  # the base's, and those of the drafter
@@ -289,23 +292,34 @@ class DecodingState:
         self.rows, self.pending = rows, pending
 
     def note(self, outcome: Outcome) -> StepRecord:
-        """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits.
-
-        Raises:
-            RuntimeError: as the base, which was to sample from what is no distribution.
-        """
-        counted, tokens, nodes = [], [], []
+        """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits."""
+        self.counted, self.lost, tokens, nodes = [], [], [], []
         for row, (count, _, end, valid, *walk) in enumerate(outcome.read()):
             if not valid:
-                raise RuntimeError(NOT_A_DISTRIBUTION)
+                self.lost.append(row)
             before, had_ended = self.lengths[row], self.ends[row] is not None
             self.lengths[row], self.ends[row] = before + count, end or None
-            counted.append(0 if had_ended else (end or before + count) - before)
+            self.counted.append(0 if had_ended else (end or before + count) - before)
             tokens.append(walk[:count])
             nodes.append(walk[len(walk) // 2 :][:count])
-        self.counted.append(counted)
+        self.steps += 1
         self.stuck = any(not walked and end is None for walked, end in zip(tokens, self.ends))
-        return StepRecord(len(self.counted), tokens, nodes, counted, outcome.drafted, outcome.seconds)
+        return StepRecord(self.steps, tokens, nodes, self.counted, outcome.drafted, outcome.seconds)
+
+    def view(self, rows: range) -> DecodingState:
+        """Some rows as the rules of their own call see them: tokens and lengths, and no cache of their own."""
+        if len(rows) == len(self.lengths):
+            return self
+        part = slice(rows.start, rows.stop)
+        tensors = {name: getattr(self.rows, name)[part] for name in ("sequences", "lengths", "ends")}
+        return DecodingState(
+            rows=self.rows._replace(**tensors),
+            limits=self.limits,
+            last_position=self.last_position[part],
+            past_shift=self.past_shift,
+            lengths=self.lengths[part],
+            ends=self.ends[part],
+        )
 
 
 def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]:
@@ -314,3 +328,87 @@ def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]
         return [row for row, end in enumerate(ends) if end is None]
     horizon = max(length + 1 if end is None else end for length, end in zip(lengths, ends))
     return [row for row, end in enumerate(ends) if end is None or lengths[row] < horizon]
+
+
+def may_draw(streamer: BaseStreamer | None) -> bool:
+    """Whether a streamer may draw random numbers: none of transformers' own does."""
+    return streamer is not None and type(streamer) not in STREAMERS
+
+
+class Stream:
+    """Gives a streamer the prompt and every committed token, one put per position as in transformers."""
+
+    def __init__(self, streamer: BaseStreamer, rules: Any):
+        self.streamer, self.position, self.rules = streamer, 0, rules
+        self.random = rules.random if may_draw(streamer) else NOTHING_DRAWN
+
+    def begin(self, input_ids: torch.Tensor) -> None:
+        """Put the prompt (B, P)."""
+        self.position = input_ids.shape[1]
+        self._put(input_ids)
+
+    def show(self, tokens: torch.Tensor) -> None:
+        """Put the next position (B,)."""
+        self._put(tokens)
+        self.position += 1
+
+    def end(self) -> None:
+        """Say that there is no more."""
+        with self.random.lent():
+            self.streamer.end()
+
+    def _put(self, tokens: torch.Tensor) -> None:
+        with self.random.lent():
+            self.streamer.put(tokens.cpu())
+
+    def committed(self, state: DecodingState) -> None:
+        """Put every position that all rows of a state have reached and that was not shown yet."""
+        ends, pads = state.ends, self.rules.pads
+        still = [length for length, end in zip(state.lengths, ends) if end is None or not pads]
+        ready = min(still) if still else max(state.lengths)
+        if all(end is not None for end in ends):
+            ready = min(ready, max(end for end in ends if end is not None))
+        while self.position < ready:
+            self.show(state.rows.sequences[:, self.position])
+
+
+@dataclass(eq=False)
+class Member:
+    """One call in a batch.
+
+    rules, stream: of the call; state: of its rows alone, until it joins and while it is set aside; rows: where they are
+    in the batch; reader: how its steps run the base; given: the ordinary cache of the call and the positions that it
+    held; plan: how its steps draft; prefilled_in: seconds; counted: tokens of each step, row by row, up to the row's
+    own end; error: what has ended it; noise: of the coming positions, between a draft and its walk; request: in a
+    manager, whose tokens they are; weights: of the base that read the prompt, see `Batch.weights`.
+    """
+
+    rules: Any
+    stream: Stream | None
+    state: DecodingState | None
+    rows: range
+    reader: Any
+    given: tuple[Any, int]
+    plan: Any
+    prefilled_in: float = 0.0
+    counted: list[list[int]] = field(default_factory=list)
+    error: BaseException | None = None
+    noise: torch.Tensor | None = field(default=None, repr=False)
+    request: Any = None
+    weights: Any = None
+
+    def take(self, state: DecodingState, record: StepRecord) -> None:
+        """Take note of a step of the batch, and show what it has given."""
+        try:
+            if any(row in self.rows for row in state.lost):
+                raise RuntimeError(NOT_A_DISTRIBUTION)  # as the base
+            self.counted.append(record.counts[self.rows.start : self.rows.stop])
+            if self.error is None and self.stream is not None:
+                self.stream.committed(state.view(self.rows))
+        except BaseException as error:  # of a streamer: it ends this call alone
+            self.error = self.error or error
+
+    def has_ended(self, state: DecodingState) -> bool:
+        """Whether none of its rows emits anything more."""
+        part = slice(self.rows.start, self.rows.stop)
+        return self.error is not None or not running(state.lengths[part], state.ends[part], self.rules.pads)

@@ -5,8 +5,8 @@
     walk     down from the root as long as a child carries what the base chooses (`acceptance`)
     commit   keep keys, values and hidden states of the nodes walked; the last choice is the next root
 
-`Step.__call__` is the step of every call. Draft, verify and commit see tensors and modules alone: they may be compiled
-or recorded. The walk asks the user's processors and criteria, and is run as it stands.
+`Step.__call__` is the step of every call, and of many at once. Draft, verify and commit see tensors and modules alone:
+they may be compiled or recorded. The walk asks the user's processors and criteria, and is run as it stands.
 
 Shapes: B rows, N nodes, D nodes on the longest path, F*H features, V vocabulary.
 """
@@ -27,16 +27,17 @@ from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
-from hf_drafthead.generation.lookup import Copies, HeldTexts, joined, suggested
-from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.lookup import Copies, HeldTexts, suggested, with_copies
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import (
     NOT_A_DISTRIBUTION,
     Candidates,
     DecodingState,
     Limits,
+    Member,
     Outcome,
     Rows,
+    RowWalk,
     Verified,
     Walk,
     are_numbers,
@@ -44,6 +45,7 @@ from hf_drafthead.generation.state import (
 )
 from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
+MOST_STAGES = 64  # that are kept of one base
 MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
 
 
@@ -149,7 +151,7 @@ class Stages:
         best_nodes = (
             Topology.of_best(*nodes, tree.nodes, tree.depth)
             if copied is None
-            else joined(*nodes, copied, tree.nodes, tree.depth)
+            else with_copies(*nodes, copied, tree.nodes, tree.depth)
         )
         return draft_state, Candidates(*best_nodes)
 
@@ -159,7 +161,7 @@ class Stages:
         of_tree = (topology.parents, topology.depths, self.values)
         parents, depths, values = (part.expand_as(tokens) for part in of_tree)
         deepest = self.heads.max_depth
-        tokens, topology = joined(tokens, parents, depths, values, copied, self.tree.num_nodes, deepest)
+        tokens, topology = with_copies(tokens, parents, depths, values, copied, self.tree.num_nodes, deepest)
         return Candidates(tokens, topology, guesses)
 
     def verify(self, rows: Rows, limits: Limits, candidates: Candidates) -> Verified:
@@ -202,19 +204,33 @@ class Stages:
         return Rows(rows.sequences, lengths, ends, rows.position_shift, rows.visible, draft_state, rows.cache)
 
 
+def stages_of(reader: BaseReader, drafter: Any, tree: Tree, keeps_guesses: bool, device: torch.device) -> Stages:
+    """The stages of steps with a tree; they are kept with the reader, unless it holds something of a call."""
+    if reader.more:
+        return Stages.of(reader, drafter, tree, keeps_guesses, device)
+    key = id(drafter), id(tree), keeps_guesses, device
+    if key not in reader.stages:
+        while len(reader.stages) >= MOST_STAGES:
+            reader.stages.pop(next(iter(reader.stages)), None)
+        reader.stages[key] = Stages.of(reader, drafter, tree, keeps_guesses, device)
+    kept: Stages = reader.stages[key]
+    return kept
+
+
 def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
     """(B,) depth of the deepest nodes at positions that the base can be asked about."""
     return (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
 
 
 class Step:
-    """The steps of one call with one tree.
+    """The steps of a batch with one tree: its calls share the draft and the forward, and each walks by its own rules.
 
     Args:
         reader, drafter, tree: how to run the base, what guesses, and what it fills.
+        members: of the batch, by row, None where nobody is; the batch changes the list as calls join and leave.
         device: where the rows are.
-        plan, rules: of the call.
-        show: is given every token before the next one is chosen, see `walk_on_host`.
+        plan: how steps draft and accept.
+        shared: whether others may join, of whom programs must know nothing.
         timed: note the seconds of every stage, for which the host waits after each.
         ahead: the host may launch the next step before it reads this one's outcome, where nothing is asked of it.
     """
@@ -225,20 +241,23 @@ class Step:
         drafter: Any,
         tree: Tree,
         *,
+        members: list[Member | None],
         device: torch.device,
         plan: DraftPlan,
-        rules: Rules,
-        show: Callable[[torch.Tensor], None] | None = None,
+        shared: bool = False,
         timed: bool = False,
         ahead: bool = False,
     ):
-        self.stages = Stages.of(reader, drafter, tree, rules.rejects, device)
+        first = next((member for member in members if member is not None), None)
+        self.rejects = first is not None and first.rules.rejects and not shared
+        self.stages = stages_of(reader, drafter, tree, self.rejects, device)
         self.tree, self.num_nodes, self.depth = tree, tree.num_nodes, tree.max_depth + 1
-        self.device, self.plan, self.rules, self.show = device, plan, rules, show
-        self.prefers = plan.acceptance != "exact" and rules.config.do_sample  # some tokens to the base's choice
-        self.greedy = rules.greedy and not self.prefers
-        self.on_device = rules.on_device and (device.type != "cpu" or rules.rejects)
-        self.ahead = self.greedy and ahead
+        self.device, self.plan, self.members, self.shared = device, plan, members, shared
+        self.padding = 0 if shared or first is None else first.rules.pad_token
+        self.samples = shared or (first is not None and first.rules.samples)
+        samples = first is not None and bool(first.rules.config.do_sample)
+        self.prefers = plan.acceptance != "exact" and not shared and samples  # some tokens to the base's choice
+        self.ahead = ahead and not shared and first is not None and first.rules.greedy and not self.prefers
         self.texts = plan.texts_on(device) if isinstance(tree, LookupTree) else None
         self.defers = drafter.keeps_history and tree.num_nodes == 1
         self.seconds: dict[str, float] = {}  # of the stages of a step, where they are timed
@@ -246,16 +265,16 @@ class Step:
         if timed:
             names = ("draft", "verify", "commit")
             self.timed = SimpleNamespace(**{name: self._timed(name, getattr(self.stages, name)) for name in names})
-            vars(self).update(walk=self._timed("walk", self.walk), noise_ahead=self._timed("draft", self.noise_ahead))
+            vars(self).update(walk=self._timed("walk", self.walk), tilts=self._timed("draft", self.tilts))
 
     def __call__(self, state: DecodingState, stages: Any = None) -> Outcome:
         """Take one step from a state that has room for it; `stages` are programs of them, where there are any."""
         stages, rows, limits = stages or self.timed or self.stages, state.rows, state.limits
-        noise, tilt = (None, None) if self.greedy else self.noise_ahead(state)
+        tilt = self.tilts(state) if self.samples else None
         with shortage_undone(state.caches):
             draft_state, candidates = stages.draft(rows, limits, tilt, self.texts)
             verified = stages.verify(rows, limits, candidates)
-        walk = self.walk(state, candidates, verified, noise, stages)
+        walk = self.walk(state, candidates, verified, stages)
         later = [(verified.features, walk.tokens, walk.observed)] if self.defers else []
         state.keep(stages.commit(rows, draft_state, verified.features, walk, not later), state.pending + later)
         packed, seconds, self.seconds = walk.packed, self.seconds, {}
@@ -273,46 +292,108 @@ class Step:
 
         return run
 
-    def noise_ahead(self, state: DecodingState) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(B, D, V) the base's noise of the next positions, and how it tilts guesses; None where there is none."""
-        rules, moving = self.rules, running(state.lengths, state.ends, self.rules.pads)
-        noise = rules.noise_ahead(state.lengths, moving, self.depth, self.stages.reader.vocabulary)
-        if noise is None:
-            return None, None
-        return None if rules.rejects else noise.to(self.device), rules.tilt(noise).to(self.device)
+    def calls(self) -> list[Member]:
+        """Who is in the batch and has not failed, each once."""
+        found = [member for member in self.members if member is not None and member.error is None]
+        return found if len(found) < 2 else list(dict.fromkeys(found))
 
-    def walk(self, state, candidates, verified, noise, stages) -> Walk:
-        """The walk that suits the call: on the device where it can be; a CPU looks at few nodes."""
+    def tilts(self, state: DecodingState) -> torch.Tensor | None:
+        """How the noise with which the base will choose tilts the guesses (B, D, V); None where nobody samples.
+
+        Members keep their noise (g, D, V) for the walk.
+        """
+        tilts: dict[int, torch.Tensor] = {}
+        vocabulary = self.stages.reader.vocabulary
+        for member in (member for member in self.calls() if member.rules.samples):
+            part, rules = slice(member.rows.start, member.rows.stop), member.rules
+            try:
+                moving = running(state.lengths[part], state.ends[part], rules.pads)
+                noise = rules.noise_ahead(state.lengths[part], moving, self.depth, vocabulary)
+                if noise is None:  # "typical" chooses without
+                    continue
+                member.noise = None if rules.rejects else noise.to(self.device)
+                tilt = rules.tilt(noise).to(self.device)
+                if len(member.rows) == len(state.lengths):
+                    return tilt
+                tilts |= zip(member.rows, tilt)
+            except BaseException as error:
+                member.error = error
+        if not tilts and not (self.shared and state.rows.cache.fixed):  # a program takes the same in every step
+            return None
+        shape = next((tilt.shape for tilt in tilts.values()), (self.depth, vocabulary))
+        nothing = torch.zeros(shape, device=self.device)
+        return torch.stack([tilts.get(row, nothing) for row in range(len(state.lengths))])
+
+    def walk(self, state: DecodingState, candidates: Candidates, verified: Verified, stages: Any) -> Walk:
+        """Each call's walk: on the device where it can be; a CPU looks at few nodes."""
         if self.ahead:  # the next replay may be launched before this one's outcome is read
             walk: Walk = stages.walk(state.rows, state.limits, candidates, verified)
             return walk._replace(packed=walk.packed.clone())
-        depth = self.depth if state.rows.cache.fixed else None
-        if self.greedy and self.show is None and not self.on_device:
-            return walk_greedily(verified.logits, candidates, state, self.rules, depth)
-        return self._walk_by_rules(state, candidates, verified.logits, noise, depth)
+        logits, calls = verified.logits, self.calls()
+        on_cpu = self.device.type == "cpu"  # which looks at few nodes
+        at_once = [member for member in calls if member.rules.on_device and (member.rules.rejects or not on_cpu)]
+        together = self._walk_at_once(at_once, state, candidates, logits) if at_once else None
+        rows_at_once = {row for member in at_once for row in member.rows}
+        if together is not None and len(rows_at_once) == len(state.lengths):
+            return together
+        walks: list[RowWalk] = [(0, 0, end, [], []) for end in state.ends]  # nobody's, and of those that failed
+        for member in calls:
+            if member not in at_once:
+                try:
+                    walks[member.rows.start : member.rows.stop] = self._walk_alone(member, state, candidates, logits)
+                except BaseException as error:  # of a processor, a criterion, a streamer: it ends this call alone
+                    member.error = error
+        depth = self.depth if state.rows.cache.fixed or together is not None else None
+        apart = Walk.of_rows(walks, depth, self.padding, self.device)
+        if together is None:
+            return apart
+        mask = torch.tensor([row in rows_at_once for row in range(len(walks))], device=self.device)[:, None]
+        return Walk(torch.where(mask, together.packed, apart.packed))  # type: ignore[call-arg]
 
-    def _walk_by_rules(
-        self,
-        state: DecodingState,
-        candidates: Candidates,
-        logits: torch.Tensor,
-        noise: torch.Tensor | None,
-        depth: int | None,
+    def _walk_at_once(
+        self, calls: list[Member], state: DecodingState, candidates: Candidates, logits: torch.Tensor
     ) -> Walk:
-        """The walk of a call that samples, processes scores, or shows every token."""
-        rules, reach = self.rules, deepest(state.limits, state.rows.cache)
+        """The walk of all rows of some calls; what it says of others has no meaning."""
+        logits = logits.to(self.device)
+        reach = deepest(state.limits, state.rows.cache)
+        choice, valid = logits.argmax(-1), are_numbers(logits)
+        for member in calls:
+            if member.rules.greedy and not self.prefers:
+                continue
+            part = slice(member.rows.start, member.rows.stop)
+            depths = candidates.topology.depths
+            of_rows = depths if len(depths) == 1 else depths[part]
+            chosen, sound = member.rules.choose_everywhere(logits[part], of_rows, member.noise)
+            if self.prefers:  # a call without others
+                preferred, are_chances = self._preferred(member, state, candidates, logits)
+                chosen, sound = torch.where(preferred < 0, chosen, preferred), are_chances & valid
+            choice[part], valid[part] = chosen, sound
+        return walk_on_device(choice, valid, candidates, state.rows, state.limits, reach)
+
+    def _walk_alone(
+        self, member: Member, state: DecodingState, candidates: Candidates, logits: torch.Tensor
+    ) -> list[RowWalk]:
+        """The walk of a call's rows, as if these were all."""
+        rules, show = member.rules, None if member.stream is None else member.stream.show
+        if len(member.rows) < len(state.lengths):
+            part = slice(member.rows.start, member.rows.stop)
+            topology = Topology(*(tensor if len(tensor) == 1 else tensor[part] for tensor in candidates.topology))
+            candidates, logits = Candidates(candidates.tokens[part], topology), logits[part]
+            state = state.view(member.rows)
         preferred = None
         if self.prefers:
-            preferred, valid = preferred_choices(self.plan, self.tree, rules, logits, candidates, state, reach)
-            numbers = are_numbers(logits).to(valid.device)
-            if not self.on_device and not (valid | ~numbers).all():
+            preferred, valid = self._preferred(member, state, candidates, logits)
+            if not (valid | ~are_numbers(logits).to(valid.device)).all():
                 raise RuntimeError(NOT_A_DISTRIBUTION)
-        if self.on_device:
-            choice, sound = rules.choose_everywhere(logits.to(self.device), candidates.topology.depths, noise)
-            if preferred is not None:
-                choice, sound = torch.where(preferred < 0, choice, preferred), valid & numbers
-            return walk_on_device(choice, sound, candidates, state.rows, state.limits, reach)
-        return walk_on_host(logits, candidates, state, rules, preferred=preferred, show=self.show, depth=depth)
+        elif rules.greedy and show is None:
+            return walk_greedily(logits, candidates, state, rules)
+        return walk_on_host(logits, candidates, state, rules, preferred=preferred, show=show)
+
+    def _preferred(
+        self, member: Member, state: DecodingState, candidates: Candidates, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        reach = deepest(state.limits, state.rows.cache)
+        return preferred_choices(self.plan, self.tree, member.rules, logits, candidates, state, reach)
 
 
 @contextlib.contextmanager

@@ -255,6 +255,9 @@ class DraftTree:
         return f"DraftTree({self.num_nodes} nodes, depth {self.max_depth})"
 
 
+ROOT_ALONE = DraftTree.root_alone()
+
+
 @dataclass(frozen=True)
 class DynamicTree:
     """EAGLE-2's tree (arXiv 2406.16858, section 4): of fixed size, its shape is decided anew in every step.

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.ordinary_caches import writing_layers
 from hf_drafthead.bases.probe import probe
 from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.releases import writing_layers
 from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel

@@ -21,18 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
-from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from hf_drafthead.bases.hooks import is_hooked
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.generation.decoding import Stream, prefill
+from hf_drafthead.bases.releases import CACHE, DynamicCache
+from hf_drafthead.generation.batch import Batch
 from hf_drafthead.generation.programs import NotCaptured
+from hf_drafthead.generation.prompt import prefill
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.runner import Execution, Runner
+from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 from hf_drafthead.trees import cost_file
 from hf_drafthead.trees.entries import CalibrationKey
@@ -190,20 +190,18 @@ class StepCosts:
         prompt = probe_tokens(reader.base)[None, :PROMPT].expand(rows, -1)
         ends = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 1 + (ROUNDS + 1) * (tree.max_depth + 1))])
         rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), rows, PROMPT, prompt.device, samples=False)
-        inputs = {"attention_mask": torch.ones_like(prompt)}
-        stream = Stream(None, rules)
-        state, reader = prefill(reader, model.drafter, tree, prompt, rules, inputs, DynamicCache(), stream)
-        how: dict[str, Any] = {"plan": DraftPlan(tree), "rules": rules, "timed": execution.name == "eager"}
-        step = functools.partial(Step, reader, model.drafter, device=prompt.device, **how)
-        runner = Runner(model, reader, execution, step, tree, state)
-        calls.callback(runner.close)
+        inputs = {"attention_mask": torch.ones_like(prompt), CACHE: DynamicCache()}
+        member = prefill(reader, model.drafter, DraftPlan(tree), prompt, rules, inputs, None)
+        timed = execution.name == "eager"
+        batch = calls.enter_context(contextlib.closing(Batch.of_one(model, member, execution, timed)))
+        runner: Any = batch.runner
 
         def take() -> dict[str, float]:
-            record = state.note(runner.step(state))
+            seconds = {name: each for record in batch.step() for name, each in record.seconds.items()}
             if runner.execution.name != execution.name:
                 refused: set[Any] = runner.programs.refused
                 raise NotCaptured("", lasting=any(key[3] == tree for key in refused))
-            return record.seconds
+            return seconds
 
         return take
 

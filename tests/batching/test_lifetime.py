@@ -14,7 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_drafthead.batching import worker
-from hf_drafthead.batching.batch import Batch
+from hf_drafthead.generation.batch import Batch
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import tiny_base
 from tests.batching.requests import TREE, add, alone, final
@@ -83,7 +83,7 @@ def test_a_manager_that_nobody_holds_any_more_finishes_and_ends(guessing):
     gc.collect()
     thread.join(60)
     assert not thread.is_alive()
-    texts = [result.generated_tokens for result in tracker.results if result.request_id == name]
+    texts = [result.generated_tokens for _, result in tracker.results if result.request_id == name]
     assert texts == [alone(guessing.base, ([3, 4, 5], LONG))]
 
 

@@ -14,9 +14,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.bases.errors import DoesNotFit
 from hf_drafthead.bases.releases import CACHE
-from hf_drafthead.batching import batch as batches
 from hf_drafthead.batching.scheduler import Scheduler
-from hf_drafthead.batching.step import SharedStep
+from hf_drafthead.generation import batch as batches
+from hf_drafthead.generation.step import Step
 from tests.bases import tiny_base
 from tests.batching.requests import TREE, add, alone, final
 from tests.batching.test_exact import MEDUSA, Counts, Fails
@@ -135,14 +135,14 @@ def test_a_long_prompt_is_given_up_within_a_piece_once_its_request_is_cancelled(
 def test_memory_that_is_short_while_a_prompt_is_read_loses_nobody(guessing, managed, monkeypatch):
     """The step between two pieces leaves fewer slots than there were when the request was begun."""
     manager, between = managed(guessing, start=False, longest_pause=0.0), Scheduler._between
-    short, step = threading.Event(), SharedStep.__call__
+    short, step = threading.Event(), Step.__call__
 
     def steps(self, state, stages=None):
         if short.is_set() and len(state.lengths) > 1:
             raise DoesNotFit("no memory")
         return step(self, state, stages)
 
-    monkeypatch.setattr(SharedStep, "__call__", steps)
+    monkeypatch.setattr(Step, "__call__", steps)
     monkeypatch.setattr(Scheduler, "_between", lambda *given: (short.set(), between(*given)))
     requests = [([3, 4], LONG), ([5, 6], LONG), ([7, 8] * 100, SHORT)]
     names = [add(manager, each) for each in requests]
@@ -284,7 +284,7 @@ def test_a_request_that_fails_ends_alone(held, guessing):
 
 def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, monkeypatch):
     manager, name, go_on = held
-    broken, walk = threading.Event(), SharedStep.walk
+    broken, walk = threading.Event(), Step.walk
 
     def breaks(self, *given):
         if not broken.is_set():
@@ -292,7 +292,7 @@ def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, mo
             raise ArithmeticError("the base's own")
         return walk(self, *given)
 
-    monkeypatch.setattr(SharedStep, "walk", breaks)
+    monkeypatch.setattr(Step, "walk", breaks)
     go_on()
     assert final(manager, name).error == "ArithmeticError: the base's own"
     assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(guessing.base, ([5], SHORT))
@@ -352,7 +352,7 @@ def test_where_memory_is_short_fewer_rows_go_on(fixed, guessing, managed, monkey
     if fixed:
         request.getfixturevalue("untraced")
     config = GenerationConfig(cache_implementation="static") if fixed else None
-    manager, noise = managed(guessing, start=False, slots=4, generation_config=config), SharedStep.noise_ahead
+    manager, noise = managed(guessing, start=False, slots=4, generation_config=config), Step.tilts
     requests = [([5 + number], {"max_new_tokens": 40, "eos_token_id": None, "do_sample": True, "seed": number})
                 for number in range(6)]  # fmt: skip
     names = [add(manager, each) for each in requests]
@@ -365,7 +365,7 @@ def test_where_memory_is_short_fewer_rows_go_on(fixed, guessing, managed, monkey
             raise DoesNotFit("out of memory")
         return noise(self, state)
 
-    monkeypatch.setattr(SharedStep, "noise_ahead", short)
+    monkeypatch.setattr(Step, "tilts", short)
     manager.start()
     assert [final(manager, name).generated_tokens for name in names] == [
         alone(guessing.base, each) for each in requests

@@ -10,7 +10,7 @@ from hf_drafthead.evaluation import rounding
 from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import Check, compare, groups, verify
-from hf_drafthead.generation import mixin, noise, rules
+from hf_drafthead.generation import entry, noise, rules
 from hf_drafthead.trees.costs import StepCosts
 from hf_drafthead.trees.rank_paths import left_padded
 from tests.bases import tiny_base
@@ -127,7 +127,7 @@ def test_what_the_base_decoded_by_itself_is_told(model, monkeypatch):
     def refuse(*arguments):
         raise Unsupported("no reason")
 
-    monkeypatch.setattr(mixin, "_check_call", refuse)
+    monkeypatch.setattr(entry, "check_call", refuse)
     found = verdict_of(model)
     assert [check.undrafted for check in found.checks] == [4, 4, 4, 2, 2, 2]
     assert [check.calls for check in found.checks] == [4, 4, 4, 2, 2, 2]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.generation import DraftTree, decoding, noise
+from hf_drafthead.generation import DraftTree, batch, noise
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -67,10 +67,10 @@ class Reached(Exception):
 def first_step(monkeypatch):
     """Runs a call of a model up to its first step: what would take it, and the state."""
 
-    def stop(model, reader, execution, make, tree, state, choose):
-        raise Reached(make(tree), state)
+    def stop(model, reader, execution, make, tree, state, members, choose, shared):
+        raise Reached(make(tree, members=members), state)
 
-    monkeypatch.setattr(decoding, "Runner", stop)
+    monkeypatch.setattr(batch, "Runner", stop)
     # the stream and the generator of a GPU that is not there
     stream = types.SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
@@ -123,20 +123,21 @@ def moved(step, state, twin):
     reader = dataclasses.replace(step.stages.reader, base=twin.base, output=copy.copy(step.stages.reader.output))
     head = twin.base.get_output_embeddings()
     vars(reader.output).update(base=twin.base, head=head, logits=head, decoder=twin.base.get_decoder())
+    rules = step.members[0].rules
     with MODE:
-        step.stages = type(step.stages).of(reader, twin.drafter, step.tree, step.rules.rejects, CUDA)
-    step.device, step.on_device = CUDA, step.rules.on_device
+        step.stages = type(step.stages).of(reader, twin.drafter, step.tree, rules.rejects, CUDA)
+    step.device = CUDA
     for cache in state.rows.caches:
         cache.blocks = faked(cache.blocks)
         for layer in cache.layers:
             layer.bind()
         cache.lengths = faked(cache.lengths)
     state.rows, state.limits = faked(state.rows), faked(state.limits)
-    step.rules.device = CUDA
-    if step.rules.tape is not None:
-        step.rules.tape.generator = types.SimpleNamespace(device=CUDA)
-        step.rules.tape.drawn = faked(step.rules.tape.drawn)
-    for part in (*step.rules.processors, *step.rules.criteria):
+    rules.device = CUDA
+    if rules.tape is not None:
+        rules.tape.generator = types.SimpleNamespace(device=CUDA)
+        rules.tape.drawn = faked(rules.tape.drawn)
+    for part in (*rules.processors, *rules.criteria):
         vars(part).update(faked(dict(vars(part))))
 
 

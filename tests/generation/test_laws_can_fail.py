@@ -9,7 +9,7 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.generation import DraftTree, mixin, noise, rules, step
+from hf_drafthead.generation import DraftTree, entry, noise, rules, step
 from tests.bases import VOCABULARY
 from tests.drafters import half_right, right, wrong
 from tests.families import FAMILIES
@@ -189,7 +189,7 @@ def test_a_fallback_that_nobody_asked_for(monkeypatch):
     def refuse(*arguments):
         raise Unsupported("no reason")
 
-    monkeypatch.setattr(mixin, "_check_call", refuse)
+    monkeypatch.setattr(entry, "check_call", refuse)
     breaks(match="the base decoded by itself")
 
 

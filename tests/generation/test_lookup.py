@@ -11,7 +11,7 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from hf_drafthead import DraftTree
-from hf_drafthead.generation.lookup import Copies, copied_from_row, joined
+from hf_drafthead.generation.lookup import Copies, copied_from_row, with_copies
 from hf_drafthead.trees.costs import StepCosts
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -92,7 +92,7 @@ def in_one_tree(tree, tokens, copied, nodes):
     value = -torch.tensor([[len(path) + sum(path) for path in ((), *tree.paths)]]).float().expand(len(tokens), -1)
     topology = tree.topology()
     shape = tokens.shape
-    tokens, topology = joined(
+    tokens, topology = with_copies(
         tokens, topology.parents.expand(shape), topology.depths.expand(shape), value, copied, nodes, tree.max_depth
     )
     assert tokens.shape == topology.parents.shape == (shape[0], nodes)

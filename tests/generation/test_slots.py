@@ -8,7 +8,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from hf_drafthead.bases import slots
-from hf_drafthead.bases.ordinary_caches import can_load
+from hf_drafthead.bases.releases import can_load
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation import DraftTree
 

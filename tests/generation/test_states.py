@@ -16,7 +16,8 @@ from transformers import DynamicCache
 
 from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.mixers import UnknownMixer, called, mixers_of
+from hf_drafthead.bases.hooks import called
+from hf_drafthead.bases.mixers import UnknownMixer, mixers_of
 from hf_drafthead.bases.probe import probe
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.generation.tree import DraftTree, DynamicTree

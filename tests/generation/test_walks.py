@@ -112,9 +112,9 @@ def assert_as_plain(walk, case: Case) -> None:
 
 def on_device(case: Case, valid: torch.Tensor):
     limits = Limits(
-        max_length=torch.tensor(case.max_length),
-        eos=torch.tensor(EOS),
-        last_position=torch.tensor([[99]]),
+        max_length=torch.full((len(case.tokens),), case.max_length),
+        eos=torch.tensor(EOS).expand(len(case.tokens), 1, -1),
+        last_position=torch.full((len(case.tokens), 1), 99),
         padding=torch.tensor(0),
         pads=torch.tensor(True),
     )
@@ -180,14 +180,16 @@ def state_of(case: Case, sequences: torch.Tensor | None = None) -> SimpleNamespa
     )
 
 
-def on_host(case: Case, rules: Rules, sequences: torch.Tensor | None = None, **more):
+def on_host(case: Case, rules: Rules, sequences: torch.Tensor | None = None, depth: int | None = None, **more):
     logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
-    return walk_on_host(logits, case.candidates, state_of(case, sequences), rules, **more)
+    walks = walk_on_host(logits, case.candidates, state_of(case, sequences), rules, **more)
+    return Walk.of_rows(walks, depth, rules.pad_token, logits.device)
 
 
 def greedily(case: Case, depth: int | None = None):
     logits = torch.nn.functional.one_hot(torch.tensor(case.choice), VOCABULARY).double()
-    return walk_greedily(logits, case.candidates, state_of(case), rules_of(case), depth)
+    walks = walk_greedily(logits, case.candidates, state_of(case), rules_of(case))
+    return Walk.of_rows(walks, depth, 0, logits.device)
 
 
 def test_a_walk_comes_back_from_one_tensor():

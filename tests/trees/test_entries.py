@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_drafthead.generation import decoding, runner
+from hf_drafthead.generation import batch, runner
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees import entries
@@ -76,7 +76,7 @@ def copied(monkeypatch):
 
 @pytest.mark.parametrize("tree", [None, "auto"])
 def test_a_call_copies_what_its_entry_says_and_no_tree_is_needed_for_that(tree, model, copied, monkeypatch):
-    monkeypatch.setattr(decoding, "matches", lambda *given: True)  # copies alone are made only then
+    monkeypatch.setattr(batch, "matches", lambda *given: True)  # copies alone are made only then
     key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
     measured = {"step_cost": 1.1, "tokens_per_step": 2.0}
     for more, counts, nodes in [

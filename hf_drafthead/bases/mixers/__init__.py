@@ -11,35 +11,48 @@ anything, and whatever is wrapped around a mixer or its parts stays there.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from hf_drafthead.bases.hooks import names_in_forward
 from hf_drafthead.bases.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
 from hf_drafthead.bases.mixers.layer import Mixer, Nodes
 from hf_drafthead.bases.mixers.short_convolution import ShortConvolution, convolve_nodes, convolve_root
 from hf_drafthead.bases.mixers.state_space import StateSpace, scan_nodes, scan_root
+from hf_drafthead.bases.releases import (
+    BY_CHANNEL,
+    BY_CHANNEL_OF_ONE,
+    CONVOLVES,
+    CONVOLVES_ONE,
+    DELTA_RULE,
+    DELTA_RULE_OF_ONE,
+    SCANS,
+    SCANS_ONE,
+    SELECTIVE_SCAN,
+    WRITES_INPUTS,
+    WRITES_STATE,
+)
 
 TREE_FORMS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_fn": convolve_nodes,
-    "causal_conv1d_update": convolve_root,
-    "torch_chunk_gated_delta_rule": delta_rule_of_nodes,
-    "torch_recurrent_gated_delta_rule": delta_rule_of_nodes,
-    "chunk_kimi_delta_attention": delta_rule_of_nodes,
-    "recurrent_kimi_delta_attention": delta_rule_of_nodes,
-    "mamba2_chunk_scan": scan_nodes,
-    "mamba2_selective_state_update": scan_root,
+    CONVOLVES: convolve_nodes,
+    CONVOLVES_ONE: convolve_root,
+    DELTA_RULE: delta_rule_of_nodes,
+    DELTA_RULE_OF_ONE: delta_rule_of_nodes,
+    BY_CHANNEL: delta_rule_of_nodes,
+    BY_CHANNEL_OF_ONE: delta_rule_of_nodes,
+    SCANS: scan_nodes,
+    SCANS_ONE: scan_root,
 }
 # by the function that folds tokens into a state
 KINDS: dict[str, Mixer] = {
-    "torch_chunk_gated_delta_rule": DeltaRule(by_channel=False),
-    "chunk_kimi_delta_attention": DeltaRule(by_channel=True),
-    "mamba2_chunk_scan": StateSpace(),
+    DELTA_RULE: DeltaRule(by_channel=False),
+    BY_CHANNEL: DeltaRule(by_channel=True),
+    SCANS: StateSpace(),
 }
-NO_TREE_FORM = {"mamba_selective_scan": "its decay differs by channel and by entry: each pair of nodes costs a state"}
+NO_TREE_FORM = {SELECTIVE_SCAN: "its decay differs by channel and by entry: each pair of nodes costs a state"}
 _EXTENDING = threading.Lock()
 
 
@@ -57,10 +70,10 @@ def mixers_of(decoder: nn.Module) -> dict[int, Mixer]:
     for module in decoder.modules():
         place, names = names_in_forward(module)
         number = getattr(module, "layer_idx", None)
-        if not names & {"update_conv_state", "update_recurrent_state"} or not isinstance(number, int):
+        if not names & {WRITES_INPUTS, WRITES_STATE} or not isinstance(number, int):
             continue
         kind = next((kind for name, kind in KINDS.items() if name in names), None)
-        if kind is None and "update_recurrent_state" in names:
+        if kind is None and WRITES_STATE in names:
             reasons = (reason for name, reason in NO_TREE_FORM.items() if name in names)
             raise UnknownMixer(f"{type(module).__name__} ({next(reasons, 'its recurrence has no tree form here')})")
         mixers[number] = kind or mixers.get(number) or ShortConvolution()
@@ -69,18 +82,6 @@ def mixers_of(decoder: nn.Module) -> dict[int, Mixer]:
                 if not hasattr(place[name], "tree_form"):
                     place[name] = extended(place[name], TREE_FORMS[name])
     return mixers
-
-
-def names_in_forward(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
-    """Where the forward of a module's class finds what it calls by name, and these names."""
-    forward = inspect.unwrap(type(module).forward)
-    return (forward.__globals__, set(forward.__code__.co_names)) if inspect.isfunction(forward) else ({}, set())
-
-
-def called(module: nn.Module) -> list[Any]:
-    """The functions that a mixer calls and that have a tree form, as they are without it."""
-    place, names = names_in_forward(module)
-    return [getattr(place[name], "plain", place[name]) for name in sorted(names & set(TREE_FORMS))]
 
 
 def extended(function: Callable[..., Any], tree_form: Callable[..., Any]) -> Callable[..., Any]:

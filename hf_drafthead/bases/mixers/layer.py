@@ -14,7 +14,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer
+
+from hf_drafthead.bases.releases import LinearAttentionLayer
 
 
 class Mixer(Protocol):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers.activations import ACT2FN
 
 from hf_drafthead.bases.mixers.layer import AcceptedPath, Nodes
+from hf_drafthead.bases.releases import ACT2FN
 
 
 class ShortConvolution:

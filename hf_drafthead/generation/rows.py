@@ -1,4 +1,4 @@
-"""Rows of a decoding state that join and leave: each is the state of a call with one row.
+"""Rows of a batch's state that join and leave: each is the state of a call with one row.
 
 Everything that a step starts from has one entry per row: caches, sequences, lengths, and the drafter's own state, whose
 tensors have the rows on an axis that the drafter itself tells by starting with two and with three rows.
@@ -19,7 +19,6 @@ from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation.programs import written
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
 
-MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most requests have equally many
 Axes = list[int | None]  # of the leaves of a drafter's state, the axis of the rows; None: it has no rows, or is a cache
 
 
@@ -81,7 +80,7 @@ def put(state: DecodingState, row: int, one: DecodingState, axes: Axes) -> None:
 
 
 def put_limits(state: DecodingState, row: int, limits: Limits) -> None:
-    """Let a row stop where its own call would; `limits` have the shapes of `of_rows`."""
+    """Let a row stop where its own call would."""
     mine = state.limits
     more = limits.eos.shape[-1] - mine.eos.shape[-1]
     eos, value = F.pad(mine.eos, (0, max(more, 0)), value=-1), F.pad(limits.eos, (0, max(-more, 0)), value=-1)
@@ -92,16 +91,6 @@ def put_limits(state: DecodingState, row: int, limits: Limits) -> None:
         (mine.last_position, limits.last_position),
     ):
         place[row] = entry[0]
-
-
-def of_rows(limits: Limits) -> Limits:
-    """The limits of a call with one row as those of a batch: max_length (B,), eos (B, 1, E), last_position (B, 1).
-
-    Behind the end of a row there is a token that every base embeds.
-    """
-    zero, more = torch.zeros_like(limits.padding), -len(limits.eos) % MOST_ENDS
-    eos = F.pad(limits.eos, (0, more), value=-1)[None, None]
-    return Limits(limits.max_length[None], eos, limits.last_position, zero, torch.ones_like(limits.pads))
 
 
 def make_room(state: DecodingState, one: DecodingState, padding: int) -> None:
@@ -133,7 +122,6 @@ def alone(state: DecodingState, row: int, axes: Axes) -> DecodingState:
         rows=rows,
         limits=state.limits,
         last_position=[*state.last_position],
-        prompt_length=state.prompt_length,
         past_shift=0,
         lengths=[*state.lengths],
         ends=[*state.ends],
@@ -142,19 +130,3 @@ def alone(state: DecodingState, row: int, axes: Axes) -> DecodingState:
     for cache in row_state.caches:
         cache.fixed, cache.extent = False, int(cache.lengths[0])
     return row_state
-
-
-def view(state: DecodingState, row: int, prompt_length: int) -> DecodingState:
-    """A row as the rules of its own call see it: tokens and lengths, and no cache of its own."""
-    rows, this_row = state.rows, slice(row, row + 1)
-    return DecodingState(
-        rows=rows._replace(
-            sequences=rows.sequences[this_row], lengths=rows.lengths[this_row], ends=rows.ends[this_row]
-        ),
-        limits=state.limits,
-        last_position=state.last_position[this_row],
-        prompt_length=prompt_length,
-        past_shift=0,
-        lengths=state.lengths[this_row],
-        ends=state.ends[this_row],
-    )
