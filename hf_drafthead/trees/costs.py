@@ -40,8 +40,8 @@ from hf_drafthead.trees.timing import product_seconds
 
 logger = logging.get_logger(__name__)
 
-ROUNDS, FEW_ROUNDS = 8, 2  # of steps, of which the shortest times count; where steps are long, a few
-BUDGET, UNNOTICED = 6.0, 0.2  # steps of the base, and seconds, after which no further round is begun
+ROUNDS, FEW_ROUNDS = 12, 4  # of steps, of which the shortest times count; where steps are long, a few
+BUDGET, UNNOTICED = 6.0, 0.5  # steps of the base, and seconds, after which no further round is begun
 PROMPT = 4  # tokens of the text that is measured on
 SLACK = 2.0  # times as much more than one node as a product over as many tokens, that a forward may cost
 DAY, MINUTE = 86_400, 60  # seconds after which costs are measured again: all; doubted ones, which are few times
@@ -165,7 +165,7 @@ class StepCosts:
             takes = {name: self._begun(*step, execution, calls) for name, step in steps.items()}
             for take in takes.values():
                 take()  # which compiles, also a base that compiles itself, and makes what later ones use
-            begin = thread_time()
+            begin = time.perf_counter()
             for turn in range(ROUNDS):
                 for name, take in takes.items():
                     start = thread_time()
@@ -173,7 +173,7 @@ class StepCosts:
                     seconds[name].append(thread_time() - start)
                     verifying[name].append(stages.get("verify", math.nan))
                 enough = max(BUDGET * min(seconds[name_of(ALONE)]), UNNOTICED)
-                if turn + 1 >= FEW_ROUNDS and thread_time() - begin > enough:
+                if turn + 1 >= FEW_ROUNDS and time.perf_counter() - begin > enough:
                     break
         self._check(seconds, verifying, steps)
         return seconds
