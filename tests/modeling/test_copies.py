@@ -74,4 +74,5 @@ def test_a_model_that_is_quantized_by_torch_after_a_call_writes_what_its_base_wr
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     right = quantized.base.generate(IDS, max_new_tokens=12)
     assert torch.equal(quantized.generate(IDS, max_new_tokens=12), right)
-    assert "whose weight cannot be read" in str(quantized.why_no_drafts())
+    # its lm_head has no weight that can be read, and its activations are rounded otherwise in forwards of other nodes
+    assert any(reason in str(quantized.why_no_drafts()) for reason in ("whose weight cannot be", "honour tree masks"))
