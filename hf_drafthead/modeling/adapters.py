@@ -5,7 +5,8 @@ They lie in the layers of the base, as transformers has them, and are part of wh
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,21 @@ def unwrapped(base: Any) -> Any:
 def adapters_of(base: nn.Module) -> dict[str, bool]:
     """Every adapter in the layers of a base, by name, and whether it takes part in what the base computes.
 
-    None of them counts whose layers are merged: what the base computes is in its weights.
+    None of them counts if all are merged: what the base computes is in its weights.
+
+    Raises:
+        ValueError: some are merged and others are not.
     """
-    layers: list[Any] = [module for module in base.modules() if _is_adapted(module)]
-    if not layers or any(layer.merged for layer in layers):
-        return {}
+    layers: list[Any] = [module for module in base.modules() if is_adapted(module)]
     names = {name for layer in layers for kind in layer.adapter_layer_names for name in _keys(getattr(layer, kind))}
+    merged = {name for layer in layers for name in layer.merged_adapters}
+    if not layers or merged >= names:
+        return {}
+    if merged:
+        raise ValueError(
+            f"of the base's adapters {min(merged)!r} is merged and {min(names - merged)!r} is not: merge all of them, "
+            "or none (unmerge_adapter)."
+        )
     active = [] if all(layer.disable_adapters for layer in layers) else layers[0].active_adapters
     return {name: name in active for name in [*active, *sorted(names.difference(active))]}
 
@@ -128,7 +138,7 @@ def adapters_of(base: nn.Module) -> dict[str, bool]:
 def activate(base: nn.Module, names: list[str]) -> None:
     """Let these adapters of a base take part in what it computes, and no others."""
     for module in base.modules():
-        if _is_adapted(module) or _is_replaced(module):
+        if is_adapted(module) or _is_replaced(module):
             layer: Any = module
             layer.enable_adapters(bool(names))
             if names:
@@ -154,23 +164,50 @@ def save_adapters(base: Any, folder: Path, of: str | None, revision: str | None)
 
 def plain_state(model: nn.Module) -> dict[str, Tensor]:
     """The model's tensors as they are named without its adapters; those that are merged are in them."""
-    state = dict(model.state_dict())
-    for name, module in model.named_modules():
-        name = name.removesuffix(f".{TOKEN_ADAPTER}")  # PEFT wraps a layer with trainable tokens twice
-        if not (_is_adapted(module) or _is_replaced(module)):
-            continue
-        for key in [key for key in state if key.startswith(f"{name}.")]:
-            del state[key]
-        plain: Any = module.get_base_layer() if _is_adapted(module) else module.original_module
-        state |= {f"{name}.{key}": tensor for key, tensor in plain.state_dict().items()}
+    state, plain = dict(model.state_dict()), _plain_layers(model)
+    state = {key: tensor for key, tensor in state.items() if not key.startswith(tuple(f"{name}." for name in plain))}
+    state |= {f"{name}.{key}": tensor for name, layer in plain.items() for key, tensor in layer.state_dict().items()}
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return state | {target: state[source] for target, source in tied.items() if source in state and target in state}
+
+
+def is_altered(model: nn.Module) -> bool:
+    """Whether there are adapters in the layers of a model, merged or not."""
+    return bool(_plain_layers(model))
+
+
+@contextmanager
+def bare(model: nn.Module) -> Iterator[None]:
+    """The model with its plain layers in the places of those that hold adapters: quantizers save what is there."""
+    plain = _plain_layers(model)
+    held = {name: model.get_submodule(name) for name in plain}
+    try:
+        for name, layer in plain.items():
+            model.set_submodule(name, layer)
+        yield
+    finally:
+        for name, layer in held.items():
+            model.set_submodule(name, layer)
+
+
+def _plain_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that adapters were put into, as they are without them, by name."""
+    merged, plain = not adapters_of(model), {}
+    for name, module in model.named_modules():
+        if name.endswith(f".{TOKEN_ADAPTER}"):  # PEFT wraps a layer with trainable tokens twice
+            name = name.removesuffix(f".{TOKEN_ADAPTER}")
+        if is_adapted(module) or _is_replaced(module):
+            layer: Any = module.get_base_layer() if is_adapted(module) else module.original_module  # type: ignore
+            if merged and (kept := getattr(module, "modules_to_save", None)) and module.active_adapters:
+                layer = kept[module.active_adapters[0]]  # what is computed with
+            plain[name] = layer
+    return plain
 
 
 def without_adapters(module: nn.Module) -> None:
     """Merge the adapters in a module's layers and take the layers out of them."""
     for name, layer in list(module.named_modules()):
-        if _is_adapted(layer):
+        if is_adapted(layer):
             layer.merge()  # type: ignore[operator]
             parent, _, own = name.rpartition(".")
             setattr(module.get_submodule(parent), own, layer.get_base_layer())  # type: ignore[operator]
@@ -181,7 +218,7 @@ def asked_by_peft(depth: int = 2) -> bool:
     return str(sys._getframe(depth).f_globals.get("__name__")).startswith("peft.")
 
 
-def _is_adapted(module: Any) -> bool:
+def is_adapted(module: Any) -> bool:
     """Whether a layer has an adapter in it; asked of what it can do, for PEFT may not be installed."""
     return hasattr(type(module), "get_base_layer") and hasattr(module, "merge") and hasattr(module, "disable_adapters")
 

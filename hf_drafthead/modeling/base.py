@@ -3,7 +3,10 @@
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from functools import wraps
 from pathlib import Path
+from threading import RLock
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +20,9 @@ from hf_drafthead.modeling.adapters import (
     adapters_of,
     add_adapter,
     asked_by_peft,
+    bare,
     find_adapter,
+    is_altered,
     is_of_a_whole_model,
     load_adapter,
     plain_state,
@@ -52,6 +57,20 @@ class TrainsNothing(torch.autograd.Function):
         )
 
 
+SAVING = RLock()  # a save shows transformers another config, and replaces files of a folder
+
+
+def one_at_a_time(save: Callable[..., None]) -> Callable[..., None]:
+    """Let one thread at a time save a model."""
+
+    @wraps(save)
+    def locked(*args: Any, **kwargs: Any) -> None:
+        with SAVING:
+            save(*args, **kwargs)
+
+    return locked
+
+
 class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     """A base model and the draft heads that make its `generate` faster.
 
@@ -74,6 +93,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     _hides_drafter = True  # from PEFT, which looks for layers to adapt
     heads_output: ClassVar[Callable[..., Any] | None] = None  # the loss of a recipe: the package sets it, see there
 
+    @one_at_a_time
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | os.PathLike,
@@ -105,7 +125,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 it.
             OSError: the folder cannot be written.
         """
-        change, folder = self.base_change(), Path(save_directory)
+        folder = Path(save_directory)
+        change = self.base_change(state_dict, folder)
         beside = change is not None and base_model is None if include_base is None else include_base
         if change is not None and not beside and base_model is None:
             raise ValueError(
@@ -117,10 +138,14 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         push_arguments = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
         heads = self.state_dict() if state_dict is None else state_dict
         heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
+        nothing = not heads and not self.drafter.state_dict()  # copies alone
+        if state_dict and not heads and any(name.startswith("drafter.") for name in self.state_dict()):
+            raise ValueError(
+                "state_dict= has no tensor of the heads: give the names of model.state_dict() (drafter.*)."
+            )
         stored, live = self._stored_config(folder, beside, base_model), self.config
         if (uploads := publisher()) is not None:
             _hub_upload().check_saved(stored, folder, uploads)
-        nothing = not heads and not self.drafter.state_dict()  # copies alone
         with replacing(folder, is_main_process) as new:
             if beside or stored.base_adapters:
                 self._save_base(new / BASE_FOLDER, stored, beside, is_main_process, state_dict, kwargs)
@@ -135,6 +160,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             if is_main_process and include_tokenizer:
                 for place in [new / BASE_FOLDER] * beside + [new] * (not has_tokenizer(folder)):
                     self._save_tokenizer(place)
+        if beside and os.path.realpath(live.base_model_name_or_path or "") == os.path.realpath(folder):
+            live.base_included = True  # its name is now that of the heads
         if publish and is_main_process:
             repo_id = push_arguments.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
@@ -147,10 +174,13 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             _hub_upload().check_training(self.config, uploads, being_trained or self.config.base_included)
         return super().train(mode)
 
-    def base_change(self) -> str | None:
+    def base_change(
+        self, state_dict: Mapping[str, Tensor] | None = None, folder: str | os.PathLike | None = None
+    ) -> str | None:
         """Why the base is not the one that its name in the config names, found out by looking at it; None if it is.
 
-        Adapters do not count: they are saved whenever there are some.
+        Adapters do not count: they are saved whenever there are some. Given `state_dict`, its values are the base's;
+        a base of which the files lie where the model is saved (`folder`) will not be there any more.
         """
         base, config = unwrapped(self.base), self.config
         name, adapters = self._base_name(), adapters_of(base)
@@ -160,6 +190,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             return "it has no name"
         if is_missing_folder(name) or self._as_loaded is None:
             return f"there is no {name!r}"
+        if folder is not None and os.path.realpath(name) in map(os.path.realpath, (folder, Path(folder, BASE_FOLDER))):
+            return "its files are where the model is saved"
         if reason := base.__dict__.get("_altered"):
             return str(reason)
         for parameter, tensor in base.named_parameters():
@@ -169,8 +201,11 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         unpacked = getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
         if quantizer is not None and not (quantizer.pre_quantized or unpacked):
             return "it was quantized when it was loaded"
-        change = self._as_loaded.change(base)
-        return change_of_files(base, config) or None if change is None and self._was_live else change
+        state = {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
+        if name != config.base_model_name_or_path:  # it is the one of another place
+            config = copy.copy(config)
+            config.base_model_name_or_path, config.base_model_revision, config.base_subfolder = name, None, None
+        return self._as_loaded.change(base) or change_of_files(base, config, state, self._was_live) or None
 
     def _base_name(self) -> str | None:
         """The name of the base that is here: the recorded one, unless it is another, or a copy that may be another."""
@@ -207,6 +242,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         """Write the base into a folder by its own class, and its adapters by PEFT; only these without `weights`."""
         base, adapters = self._adapted_base(), stored.base_adapters
         state = {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
+        if is_altered(base):  # names of its layers, and not of the adapters in them
+            state = plain_state(base)
         if weights:
             away: dict[str, Any] = {"_hf_peft_config_loaded": False}  # adapters are not for the base's own class
             quantizer = getattr(base, "hf_quantizer", None)
@@ -215,9 +252,11 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             held = {name: base.__dict__[name] for name in away if name in base.__dict__}
             base.__dict__.update(away)
             shards = {name: how[name] for name in ("max_shard_size",) if name in how}
+            if getattr(quantizer, "pre_quantized", False):
+                shards["save_original_format"] = False  # transformers cannot undo what it did to those of bitsandbytes
             try:
-                state = plain_state(base) if adapters else state
-                base.save_pretrained(folder, is_main_process=is_main_process, state_dict=state or None, **shards)
+                with bare(base) if quantizer is not None else nullcontext():  # which saves what is there
+                    base.save_pretrained(folder, is_main_process=is_main_process, state_dict=state or None, **shards)
             except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"the base cannot be saved beside its heads ({in_one_line(error)}): save it yourself, and name it "

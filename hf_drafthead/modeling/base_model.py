@@ -29,6 +29,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, ex
 from hf_drafthead.modeling.adapters import ADAPTER_WEIGHTS, find_adapter, is_of_a_whole_model, load_adapter, plain_state
 from hf_drafthead.modeling.checkpoint import (
     HTTP_ERROR,
+    NO_OPTIONS,
     NOT_ASKED,
     WEIGHTS,
     checkpoint_files,
@@ -50,6 +51,26 @@ SEE_OR_HEAR = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelF
 BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config", "trust_remote_code", "code_revision")
 HARMLESS = {"attn_implementation", "experts_implementation", "gguf_file", "dtype", "subfolder"}
 SAMPLES = 16  # values of a tensor by which it is known again
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
+COMPARED = 1 << 24  # values that are compared with a file at a time
+# fields of a config by which a model computes nothing else
+NOT_COMPUTED = {
+    "dtype",
+    "torch_dtype",
+    "architectures",
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+    "auto_map",
+}
+NOT_COMPUTED |= {
+    "quantization_config",
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "tie_word_embeddings",
+}
+NOT_COMPUTED |= {"bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"}
 
 
 def load_named(
@@ -370,34 +391,68 @@ def _sample(tensor: Any) -> tuple[tuple[int, ...], str, int | None, Tensor | Non
 
 def _same(before: Tensor, now: Tensor) -> bool:
     """Whether values are what they were, converted to the type that they have now."""
-    return torch.equal(torch.nan_to_num(before.to(now.dtype)), torch.nan_to_num(now))
+    before = before.to(now.dtype)
+    return torch.equal(before, now) or torch.equal(torch.nan_to_num(before), torch.nan_to_num(now))
 
 
-def change_of_files(base: nn.Module, config: DraftHeadConfig) -> str | None:
-    """What of a base is otherwise in the safetensors files of the place that it is named by; an empty text if nothing
-    is, None if none are on this machine.
+def change_of_files(
+    base: Any, config: DraftHeadConfig, given: Mapping[str, Tensor] = NO_OPTIONS, live: bool = False
+) -> str | None:
+    """What of a base is otherwise in the files of the place that it is named by; an empty text if nothing is, None if
+    none are on this machine.
 
-    Only tensors that have the same name there are compared.
+    All values of tensors that have the same name there are compared.
+
+    Args:
+        given: tensors in the place of the base's own.
+        live: the base was given as a loaded model: its config is compared as well.
     """
     name = str(config.base_model_name_or_path)
-    hub = {"revision": config.base_model_revision or "main", "subfolder": config.base_subfolder or ""}
+    revision = config.base_model_revision or "main"
+    hub: dict[str, Any] = {"revision": revision, "subfolder": config.base_subfolder or "", "local_files_only": True}
+    state = {**(own := plain_state(base)), **given}
     try:
-        files = checkpoint_files(name, None, {**hub, "local_files_only": True})
-    except OSError:  # in another form, or not on this machine
-        return None
-    state = plain_state(base)
-    for file in files:
+        if live and (field := _other_field(base.config, fetch_config(name, token=None, **hub))):
+            return f"its config has another {field} than in {name!r}"
+        files = checkpoint_files(name, None, hub)
+    except (OSError, ValueError):  # in another form, or not on this machine
+        changed = [key for key in given if key in own and not torch.equal(given[key], own[key])]
+        if live and _has_no_weights(Path(name, config.base_subfolder or "")):
+            return f"there is no {name!r}"
+        return f"{changed[0]} is another" if changed else None
+    for file in files if getattr(base, "hf_quantizer", None) is None else ():
         with safe_open(file, framework="pt") as stored:
             for key in set(stored.keys()) & set(state):
-                there, now = stored.get_slice(key), state[key]
-                if not now.is_floating_point() or now.is_meta or hasattr(now, "to_local"):
+                there, now = stored.get_slice(key), state[key].detach()
+                if not now.is_floating_point() or now.is_meta or hasattr(now, "to_local") or not now.dim():
                     continue
-                row = 0 if now.dim() < 2 else now.shape[0] // 2
                 if tuple(there.get_shape()) != tuple(now.shape):
                     return f"{key} has another shape than in {name!r}"
-                if now.dim() and not _same(there[row : row + 1].cpu(), now[row : row + 1].detach().cpu()):
+                rows = max(1, COMPARED // max(1, now[:1].numel()))
+                parts = [slice(start, start + rows) for start in range(0, len(now), rows)]
+                if not all(_same(there[part].to(now.device), now[part]) for part in parts):
                     return f"{key} has other values than in {name!r}"
     return ""
+
+
+def _other_field(ours: PreTrainedConfig, named: PreTrainedConfig) -> str | None:
+    """A field of a base's config by which it computes otherwise than the base that is named."""
+    named = named if named.model_type == ours.model_type else named.get_text_config()
+    if named.model_type != ours.model_type:  # of a part of it, or of code of its own
+        return None
+    fields, others = _computed(ours.to_dict()), _computed(named.to_dict())
+    return min((name for name in fields | others if fields.get(name) != others.get(name)), default=None)
+
+
+def _computed(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config, and of those in it, that say what a model computes."""
+    kept = {name: value for name, value in fields.items() if name not in NOT_COMPUTED}
+    return {name: _computed(value) if isinstance(value, dict) else value for name, value in kept.items()}
+
+
+def _has_no_weights(folder: Path) -> bool:
+    """Whether this is a folder of a config alone."""
+    return folder.is_dir() and not any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir())
 
 
 @contextmanager
@@ -419,9 +474,14 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
                 os.replace(place, target)
                 continue
             former = target.rename(new / f"former-{place.name}")
-            place.rename(target)
+            try:
+                place.rename(target)
+            except BaseException:
+                former.rename(target)
+                raise
             for file in former.iterdir():
-                if not _of_a_model(file) and not (target / file.name).exists():  # of the user's own
+                kept = not _of_a_model(file) or (file.is_file() and not (target / CONFIG_NAME).is_file())
+                if kept and not (target / file.name).exists():  # of the user's own, or a base where none was written
                     os.replace(file, target / file.name)
         _remove_earlier(folder, {place.name for place in written})
 

@@ -158,7 +158,7 @@ class VocabularyRows:
 
 def weight_of(linear: Any, like: Tensor) -> Tensor:
     """The weight (out, in) of a linear layer, also of one that is quantized or offloaded, where `like` is."""
-    weight = linear.weight
+    weight = whole(linear.weight)
     if weight.is_floating_point() and weight.dtype.itemsize >= 2 and (like.is_meta or not weight.is_meta):
         return weight.to(like)
     size = linear.in_features
@@ -172,7 +172,19 @@ def copy_if_as_wide(target: Tensor, source: Tensor) -> None:
     """Start from weights of the base that fit; others stay random."""
     if source.shape == target.shape and source.is_floating_point() and source.dtype.itemsize > 1 and not source.is_meta:
         with torch.no_grad():
-            target.copy_(source)
+            target.copy_(whole(source))
+
+
+def whole(weight: Any) -> Any:
+    """A weight that is divided among processes, put together in each of them; any other as it is."""
+    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+
+
+def share_start(module: nn.Module, base: nn.Module) -> None:
+    """Give each process that has a part of the base the random values of the first one."""
+    divided: Any = next((weight for weight in base.parameters() if hasattr(weight, "full_tensor")), None)
+    for tensor in module.state_dict().values() if divided is not None else ():
+        torch.distributed.broadcast(tensor, group=divided.device_mesh.get_group(-1), group_src=0)
 
 
 def is_rms_norm(module: Any) -> TypeGuard[nn.RMSNorm]:

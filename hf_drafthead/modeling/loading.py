@@ -36,6 +36,7 @@ from hf_drafthead.modeling.checkpoint import check_tensors, read_generation_sett
 from hf_drafthead.modeling.config import ABOUT_THE_BASE, BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import in_one_line, shortened
+from hf_drafthead.modeling.layers import share_start
 
 logger = logging.get_logger(__name__)
 
@@ -154,6 +155,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 f"gives {width}: draft heads need a base in which these are the same."
             )
         model.drafter.copy_from_base()
+        share_start(model.drafter, loaded)
         loaded.requires_grad_(False)
         model._remember_base(live=isinstance(base, nn.Module))
         model.drafter.train(loaded.training)

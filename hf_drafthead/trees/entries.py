@@ -231,7 +231,9 @@ def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype |
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())
-        rounded = tensor.detach().to(dtype if dtype and tensor.is_floating_point() else tensor.dtype)
+        ordinary = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # others are of quantizers
+        plain = tensor.detach() if ordinary else tensor.detach().dequantize()
+        rounded = plain.to(dtype if dtype and plain.is_floating_point() else plain.dtype)
         values = rounded.to("cpu", torch.float32).contiguous()
         digest.update(values.numpy().tobytes())
     return digest.hexdigest()[:16]

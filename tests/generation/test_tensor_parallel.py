@@ -28,6 +28,16 @@ assert torch.equal(model.generate(**call), expected), "of a call that is not cal
 got = model.generate(**call, draft_tree="mc_sim_7b_63", return_dict_in_generate=True)
 assert torch.equal(got.sequences, expected), (got.sequences, expected)
 assert (got.accepted_lengths > 1).any(), "nothing was accepted"
+arguments = {"distributed_config": DistributedConfig(tp_plan="auto"), "dtype": torch.float64}
+fresh = hf_drafthead.EagleForCausalLM.from_base(sys.argv[1] + "/../base", **arguments)
+rank = torch.distributed.get_rank()
+for tensor in fresh.drafter.state_dict().values():
+    torch.distributed.broadcast(first := tensor.clone(), 0)
+    assert torch.equal(first, tensor), "each process has other heads"
+fresh.save_pretrained(sys.argv[1] + "-fresh", is_main_process=rank == 0, include_base=True)
+torch.distributed.barrier()
+again = AutoModelForCausalLM.from_pretrained(sys.argv[1] + "-fresh", **arguments)
+assert torch.equal(again.generate(**call, draft_tree="mc_sim_7b_63"), expected), "the saved base says something else"
 print("the same")
 """
 

@@ -1,0 +1,189 @@
+"""A base that is not the named one any more is found out, however little of it changed and whoever changed it."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
+
+from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.modeling.files import read_json
+from hf_drafthead.trees.entries import heads_hash
+from tests.bases import tiny_base
+
+IDS = torch.tensor([[5, 9, 33, 21]])
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
+LORA = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+
+
+@pytest.fixture
+def named(tmp_path) -> Path:
+    tiny_base("llama-gqa").save_pretrained(tmp_path / "named")
+    return tmp_path / "named"
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def saved(model, folder: Path, **how) -> torch.nn.Module:
+    """The model as it is loaded again, of which the law holds."""
+    wanted = logits(model.eval())
+    model.save_pretrained(folder, **how)
+    again = AutoModel.from_pretrained(folder)
+    torch.testing.assert_close(logits(again), wanted)
+    return again
+
+
+def edit_one_value(base):
+    base.get_input_embeddings().weight.data[5, 3] += 3
+    return base
+
+
+def live(folder, **fields):
+    return AutoModelForCausalLM.from_pretrained(folder, **fields)
+
+
+LIVE = {
+    "one value changed before": lambda folder: edit_one_value(live(folder)),
+    "another rope": lambda folder: live(folder, rope_parameters={"rope_type": "default", "rope_theta": 3.0}),
+    "fewer layers": lambda folder: live(folder, num_hidden_layers=1),
+    "of the named config alone": lambda folder: AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)),
+}
+
+
+@pytest.mark.parametrize("change", LIVE)
+def test_a_live_base_is_compared_with_the_named_one(named, tmp_path, change):
+    if change == "of the named config alone":
+        (named / "model.safetensors").unlink()
+    base = LIVE[change](named)
+    assert MedusaForCausalLM.from_base(base).base_change() is not None
+    saved(MedusaForCausalLM.from_base(base), tmp_path / "saved")
+
+
+def test_an_unchanged_live_base_is_named(named):
+    assert MedusaForCausalLM.from_base(live(named)).base_change() is None
+    assert MedusaForCausalLM.from_base(live(named, dtype=torch.bfloat16)).base_change() is None
+
+
+def test_one_value_is_seen_that_no_count_of_writes_tells(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    assert model.base_change() is None
+    edit_one_value(model.base)
+    saved(model, tmp_path / "saved")
+
+
+def test_trained_tokens_that_were_merged_are_saved(named, tmp_path):
+    config = TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[5, 9])
+    adapted = get_peft_model(MedusaForCausalLM.from_base(named), config)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(3)
+    saved(adapted.merge_and_unload(), tmp_path / "saved")
+
+
+def test_a_state_dict_of_another_base_is_what_is_saved(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state["base.lm_head.weight"][7, 7] += 1
+    model.save_pretrained(tmp_path / "saved", state_dict=state)
+    again = AutoModel.from_pretrained(tmp_path / "saved").base.lm_head.weight
+    torch.testing.assert_close(again, state["base.lm_head.weight"])
+    prefixed = {f"module.{name}": tensor for name, tensor in state.items()}
+    with pytest.raises(ValueError, match="has no tensor of the heads"):
+        model.save_pretrained(tmp_path / "prefixed", state_dict=prefixed)
+
+
+def test_saving_where_the_base_lies_keeps_the_base(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    saved(model, named)
+    saved(model, tmp_path / "elsewhere")  # its name is that of the heads now
+    nested = MedusaForCausalLM.from_base(named / "base")
+    nested.add_adapter(LORA, "x")
+    saved(nested, named)
+
+
+def test_adapters_alone_remove_no_base_that_lies_there(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    edit_one_value(model.base)
+    saved(model, tmp_path / "saved")
+    other = MedusaForCausalLM.from_base(named)
+    other.add_adapter(LORA, "x")
+    saved(other, tmp_path / "saved")
+    assert (tmp_path / "saved" / "base" / "model.safetensors").is_file()
+
+
+def test_merged_adapters_that_stay_in_their_layers_are_in_the_weights(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
+    adapted = get_peft_model(model, config).eval()
+    with torch.no_grad():
+        model.base.lm_head.modules_to_save["default"].weight.neg_()
+    adapted.merge_adapter()
+    saved(model, tmp_path / "saved")
+
+
+def test_adapters_that_are_partly_merged_are_refused(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    adapted = get_peft_model(model, LORA, "a")
+    adapted.add_adapter("b", LORA)
+    adapted.merge_adapter(["a"])
+    with pytest.raises(ValueError, match="'a' is merged and 'b' is not"):
+        model.save_pretrained(tmp_path / "saved")
+
+
+def test_a_base_is_put_back_where_its_replacement_could_not_be(named, tmp_path, monkeypatch):
+    model = MedusaForCausalLM.from_base(named)
+    edit_one_value(model.base)
+    saved(model, tmp_path / "saved")
+    wanted, rename = logits(model), Path.rename
+
+    def full(self, target):
+        if self.name == "base" and Path(target).name == "base":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space"):
+        model.save_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "saved")), wanted)
+
+
+def test_threads_that_save_at_once_do_not_disturb_each_other(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named).eval()
+    model.add_adapter(LORA, "x")
+    edit_one_value(model.base)
+    ways = [("one", {}), ("one", {}), ("two", {"include_base": False, "base_model": "org/other"})] * 4
+    with ThreadPoolExecutor(3) as threads:
+        for done in [threads.submit(model.save_pretrained, tmp_path / place, **how) for place, how in ways]:
+            done.result()
+    torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "one")), logits(model.eval()))
+    assert read_json(tmp_path / "two" / "config.json")["base_model_name_or_path"] == "org/other"
+    assert model.config.base_model_name_or_path == str(named)
+
+
+def test_an_adapter_on_a_base_in_eight_bits_is_saved_beside_it(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    tiny_base("llama-gqa").float().save_pretrained(tmp_path / "named")
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    model = MedusaForCausalLM.from_base(tmp_path / "named", quantization_config=settings)
+    model.add_adapter(LORA, "x")
+    saved(saved(model, tmp_path / "saved"), tmp_path / "again")
+
+
+def test_heads_in_a_form_of_a_quantizer_are_hashed_by_their_values():
+    quantized = torch.quantize_per_tensor(torch.tensor([1.0, 2.5]), 0.5, 0, torch.qint8)
+
+    class Packed(torch.Tensor):
+        def detach(self):
+            return self
+
+        def dequantize(self):
+            return quantized.dequantize()
+
+    packed = torch.zeros(2).as_subclass(Packed)
+    assert heads_hash([("a", packed)]) == heads_hash([("a", torch.tensor([1.0, 2.5]))])
