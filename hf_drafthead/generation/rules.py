@@ -65,7 +65,7 @@ class Rules:
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
         types_of = {type(criterion) for criterion in self.criteria}
         # the base draws for all rows at once, behind what an object has drawn that it has shown a token of all rows
-        self.drawn_between = self.samples and self.streams
+        self.drawn_between = self.samples and self.streams and not self.rejects
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
         self.on_device = (
             self.scores_only
