@@ -75,7 +75,7 @@ def test_what_is_in_the_cache_loads_though_optional_files_were_never_looked_up(t
     cached(tmp_path, "org/medusa", models / "heads", "config.json", "model.safetensors")
     cached(tmp_path, "org/base", models / "base", "config.json", "model.safetensors")
     model = AutoModel.from_pretrained("org/medusa", cache_dir=tmp_path)
-    assert model.config.base_model_revision is None and type(model) is MedusaForCausalLM
+    assert model.config.base_model_revision == COMMIT and type(model) is MedusaForCausalLM
 
 
 def test_a_file_that_was_looked_up_and_not_there_is_missing(tmp_path, models):
