@@ -167,7 +167,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     state, plain = dict(model.state_dict()), _plain_layers(model)
     state = {key: tensor for key, tensor in state.items() if not key.startswith(tuple(f"{name}." for name in plain))}
     state |= {f"{name}.{key}": tensor for name, layer in plain.items() for key, tensor in layer.state_dict().items()}
-    state = {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}  # torch's quantized layers: more
+    state = {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}  # torch.ao's layers list more
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return state | {target: state[source] for target, source in tied.items() if source in state and target in state}
 
