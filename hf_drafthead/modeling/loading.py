@@ -231,12 +231,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         keep_picklable(self)
         return {name: value for name, value in self.__dict__.items() if name not in FOUND_BY_CALLS}
 
-    def _take_generation_config(self, heads: Mapping[str, Any], whole: bool = False) -> None:
-        """Generate as the base does, with the heads' own settings on top; `whole`: with all that a checkpoint says."""
+    def _take_generation_config(self, heads: Mapping[str, Any]) -> None:
+        """Generate as the base does, with the heads' own settings on top."""
         ours = HeadsGenerationConfig.of(getattr(self.base, "generation_config", None))
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
-        said = {name: value for name, value in heads.items() if whole and name != "transformers_version"}
-        for name, value in (said | DraftSettings.stored_in(heads)).items():
+        for name, value in DraftSettings.stored_in(heads).items():
             setattr(ours, name, value)
         self.generation_config = ours
 
@@ -331,7 +330,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             )
         model.attach(base)
         model.drafter.check_values(path or "state_dict")
-        model._take_generation_config(settings, whole=base_model is None)
+        model._take_generation_config(settings)
         if not live:  # a live model stays as it is
             base.requires_grad_(False)
         model._remember_base(live)

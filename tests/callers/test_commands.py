@@ -143,6 +143,9 @@ def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command,
         )
         assert len(lines) == 1 and (isinstance(right, Exception) or known), said
         return
+    if command == "verify" and code == 1:  # what the base asks for leaves nothing to guess, and so nothing was verified
+        assert "nothing was guessed, so they verified nothing" in said, said
+        return
     assert code == 0, said
     if command.startswith("generate") and isinstance(right, str) and not written(name).get("token_healing"):
         assert out.rstrip("\n") == right.rstrip("\n")
