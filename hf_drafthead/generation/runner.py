@@ -51,6 +51,10 @@ logger = logging.get_logger(__name__)
 CAPACITY_BUCKET = 16  # capacities are multiples of this, at all of which attention looks; on a GPU of `slots.BUCKET`
 RECORDS = ("reduce-overhead", "max-autotune")  # modes of a compile config that ask for CUDA graphs
 AHEAD = 256  # positions for which a capacity is taken at first; it grows as the text does
+COMPILES = (
+    "A step is compiled for each tree and number of rows, half a minute to some minutes each; a call without "
+    "cache_implementation='static' and compile_config=, or with disable_compile=True, compiles nothing."
+)
 
 
 class Execution(NamedTuple):
@@ -360,14 +364,10 @@ class Runner:
             self._observe(step, state)
         outcome = step(state, self.stages.get(step))
         if self.compiled_in:
-            self._tell_compiled(step, len(state.lengths))
+            made = f"a step of {step.num_nodes} nodes for {len(state.lengths)} row(s)"
+            logger.warning(f"{made} was compiled in {self.compiled_in:.1f} s; it is kept for later calls.")
+            self.compiled_in = 0.0
         return outcome
-
-    def _tell_compiled(self, step: Step, rows: int) -> None:
-        """Say how long a step was compiled."""
-        made = f"a step of {step.num_nodes} nodes for {rows} row(s)"
-        logger.warning(f"{made} was compiled in {self.compiled_in:.1f} s; it is kept for later calls.")
-        self.compiled_in = 0.0
 
     def _prepare(self, step: Step, state: DecodingState, fits: bool) -> None:
         """What runs the stages of a step: programs, once each has run in the memory of the call as it is now.
@@ -491,6 +491,7 @@ class Runner:
 
         start = time.perf_counter()
         with self.programs.compiling(), in_this_thread_alone(self.model.base), not_put_back(self.device):
+            logger.warning_once(COMPILES)
             try:
                 result = runs(*arguments)
             except Exception as error:  # whatever a compiler says of a base: eager steps work all the same

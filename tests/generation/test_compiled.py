@@ -66,6 +66,16 @@ CALLS = {
 }
 
 
+def test_that_a_step_is_compiled_is_said_once_and_before_it_begins(monkeypatch, notices):
+    """What takes minutes is not silent."""
+    begun, compiled = [], runner.compiled
+    monkeypatch.setattr(runner, "compiled", lambda *given: begun.append([*notices]) or compiled(*given))
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    for tree in (TREE, [[0]]):
+        model.generate(**prompt(), **LONG, compile_config=TRACED, draft_tree=tree)
+    assert begun[0] == [runner.COMPILES] and notices.count(runner.COMPILES) == 1
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", [one for one in FAMILIES if one.name not in VARIANTS], ids=lambda one: one.name)
 def test_exact(family, made, fallbacks):
