@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from hf_drafthead.exactness import exact as make_exact
 from hf_drafthead.formats.convert import convert_checkpoint
 from hf_drafthead.formats.disk import CONFIG, ENDINGS, GROUPS
 from hf_drafthead.formats.export import export_checkpoint
@@ -17,7 +18,13 @@ from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.formats.mtp import named_base
 from hf_drafthead.formats.speculators import KIND, verifier_of
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, read_heads_config, weights_in
+from hf_drafthead.modeling.checkpoint import (
+    fetch_file,
+    is_missing_folder,
+    read_heads_config,
+    refuse_unasked,
+    weights_in,
+)
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, from_base
 from hf_drafthead.modeling.files import in_one_line, read_json, shortened
@@ -120,6 +127,7 @@ def _of_config(name: str, config: Mapping[str, Any], hub: Mapping[str, Any]) -> 
         in_gguf = sorted(str(file) for file in Path(name).glob("*.gguf")) if os.path.isdir(name) else []
         if len(in_gguf) == 1:
             return recognize(in_gguf[0], hub)
+        refuse_unasked(name, [CONFIG], hub)
         several = f"; it holds {len(in_gguf)} GGUF files, such as {in_gguf[0]!r}: give one of them" if in_gguf else ""
         raise OSError(f"{name!r} holds no config.json and no weights{several or ': give a folder or id that does'}.")
     one_layer = config.get("num_hidden_layers") == 1 and model_type in ("llama", "mixtral", "qwen2")
@@ -155,23 +163,22 @@ def from_pretrained(name: str | os.PathLike, *, base_model: Any = None, **argume
     if found.kind == BASE:
         if base_model is not None:
             raise ValueError(f"{place!r} is a base ({found.by}) and no drafter: drop base_model=, or give a drafter.")
-        return _alone(place, found, hub, arguments)
+        exact = arguments.pop("exact", False)
+        revision = arguments.pop("revision", None)
+        arguments["base_revision"] = arguments.get("base_revision") or revision
+        model = _alone(place, found, arguments)
+        return make_exact(model) if exact else model
     if found.kind == OURS:
-        if (model_class := BY_MODEL_TYPE.get(MODEL_TYPE_PREFIX + found.by)) is None:
-            raise ValueError(
-                f"{place!r} holds heads of the unknown family {found.by!r}: a newer hf_drafthead may know it."
-            )
-        return model_class.from_pretrained(place, base_model=base_model, **arguments)  # type: ignore[return-value]
+        model_class: Any = BY_MODEL_TYPE.get(MODEL_TYPE_PREFIX + found.by) or read_heads_config(place, hub)  # says why
+        return model_class.from_pretrained(place, base_model=base_model, **arguments)
     if found.subfolder is not None:
         arguments, hub = {**arguments, "subfolder": found.subfolder}, {**hub, "subfolder": found.subfolder}
     model_class = find(place, hub)[1].family
     return model_class.from_pretrained(place, convert=True, base_model=base_model, **arguments)  # type: ignore
 
 
-def _alone(place: str, found: Found, hub: dict[str, Any], arguments: dict[str, Any]) -> DraftHeadPreTrainedModel:
+def _alone(place: str, found: Found, arguments: dict[str, Any]) -> DraftHeadPreTrainedModel:
     """A base that drafts by itself."""
-    arguments = {key: value for key, value in arguments.items() if key != "revision"}
-    arguments["base_revision"] = arguments.get("base_revision") or hub.get("revision")
     if found.modules:
         try:
             return MtpForCausalLM.from_base(place, **arguments)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig
 
 import hf_drafthead
-from hf_drafthead import cli, export_checkpoint, from_base
+from hf_drafthead import cli, export_checkpoint, from_base, zoo
 from hf_drafthead.door import recognize, start_from
 from hf_drafthead.evaluation.loading import load as opened_by_commands
 from hf_drafthead.modeling import (
@@ -172,6 +172,19 @@ def test_nothing_there(tmp_path):
 def test_commands_open_what_was_published(base, tmp_path):
     folder = load("dflash2_z_qwen3_b8_n3_l2").write(tmp_path / "theirs")
     assert_drafts(opened_by_commands(str(folder), base_model=str(base))[0], DFlash2ForCausalLM)
+
+
+def test_commands_open_a_base_which_drafts_by_itself(tmp_path, capsys):
+    shutil.copytree(zoo.path("base"), tmp_path / "base")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f(self):\\n    return self.a\\n\\ndef f(self):\\n"}\n')
+    for command in (
+        ["generate", "--exact", "--prompt", "x = 1\nx = 1\n"],
+        ["bench", "--questions", str(tmp_path / "prompts.jsonl")],
+        ["verify", "--prompts", str(tmp_path / "prompts.jsonl")],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command[0], str(tmp_path / "base"), *command[1:], "--max-new-tokens", "24"])
+        assert ended.value.code == 0, (command, capsys.readouterr())
 
 
 @pytest.mark.parametrize(

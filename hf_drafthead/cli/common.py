@@ -74,7 +74,7 @@ def check_writable(option: typer.CallbackParam, path: Path | None) -> Path | Non
     return path
 
 
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a draft-head checkpoint, or its Hub id.")]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="Heads, a drafter or a base: folder or Hub id.")]
 ModelNames = Annotated[list[str], typer.Argument(metavar="MODEL...", help="As MODEL; several are set side by side.")]
 Template = Annotated[Path | None, string("Jinja file to use as template, or `vicuna`.", "FILE", "--chat-template")]
 TemplateValues = Annotated[

@@ -202,10 +202,7 @@ def what_else(model: str) -> dict[str, str] | None:
     """What `info` says of an id that is no checkpoint of this library, without its weights; None of one that is."""
     from hf_drafthead.door import BASE, DRAFTER, recognize
 
-    try:
-        found = recognize(model)
-    except (OSError, ValueError):  # of which more is said where it is read
-        return None
+    found = recognize(model)
     if found.kind not in (BASE, DRAFTER):
         return None
     how = f"by {found.modules} module(s) of its own" if found.modules else "by copies of the text"

@@ -197,10 +197,10 @@ class BenchRun:
         return room
 
     def _ranks(self, inputs: Mapping[str, torch.Tensor], rows: list[list[int]]) -> torch.Tensor | None:
-        """(M, K) at which each head had the base's own tokens, -1 behind a row's end; None where no answer is long."""
+        """(M, K) at which each head had the base's own tokens, -1 behind its end; None of copies or short texts."""
         prompts = [tokens[mask.bool()] for tokens, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
         texts = [torch.cat([prompt, prompt.new_tensor(row)]) for prompt, row in zip(prompts, rows)]
-        if max(map(len, rows)) < 2:
+        if max(map(len, rows)) < 2 or self.model.drafter.copies is not None:
             return None
         prompt_lengths = inputs["attention_mask"].sum(1)
         text_lengths = prompt_lengths + prompt_lengths.new_tensor([*map(len, rows)])

@@ -1,6 +1,5 @@
 """From a name to a model with draft heads and its tokenizer, or to what its files say; else to a one-line error."""
 
-from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -10,12 +9,11 @@ from transformers import AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import size_of_heads, static_tree
-from hf_drafthead.door import DRAFTER, from_pretrained, recognize
+from hf_drafthead.door import from_pretrained
 from hf_drafthead.evaluation.calls import draft, drafted
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.trees.entries import device_name
 from hf_drafthead.trees.rank_paths import TO_THE_END
@@ -23,21 +21,17 @@ from hf_drafthead.trees.rows import Plans
 
 
 def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
-    """Model and tokenizer of a draft-head checkpoint, or of another project's drafter; else the base's tokenizer.
+    """Model and tokenizer of any id that drafts, by `hf_drafthead.from_pretrained`; else the base's tokenizer.
 
     Args:
-        name: its folder, or its id on the Hub; of a drafter also its file.
+        name: of heads, of a drafter, or of a base, which then drafts by itself: folder, file or id on the Hub.
         kwargs: for `from_pretrained`: `dtype`, `device_map`, `base_model`, `trust_remote_code` (of the base), ...
 
     Raises:
-        OSError, ValueError: as `read_heads_config` and `from_pretrained` do.
+        OSError, ValueError: as there.
     """
-    opened: Any = from_pretrained
-    if not _is_of_another_project(name):
-        # not through AutoModel, where `trust_remote_code` would run the code that was pushed with the heads
-        opened = BY_MODEL_TYPE[read_heads_config(name).model_type].from_pretrained
     try:
-        model: Any = opened(name, **kwargs)
+        model: Any = from_pretrained(name, **kwargs)
     except OSError as error:
         if "trust_remote_code" not in str(error.__cause__):
             raise
@@ -47,17 +41,10 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
         ) from error
     trust = {"trust_remote_code": True} if kwargs.get("trust_remote_code") else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust, revision=kwargs.get("revision", "main"))
     except (OSError, ValueError):
         tokenizer = load_tokenizer(model.base.name_or_path, model.config.base_gguf_file, **trust)
     return model, tokenizer
-
-
-def _is_of_another_project(name: str) -> bool:
-    """Whether its files say so; what cannot be read is told where it is read."""
-    with suppress(OSError, ValueError):
-        return recognize(name).kind == DRAFTER
-    return False
 
 
 def process_state() -> PartialState:

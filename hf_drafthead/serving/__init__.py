@@ -7,8 +7,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hf_drafthead.door import DRAFTER, recognize
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
-from hf_drafthead.modeling.checkpoint import fetch_file, read_heads_config
+from hf_drafthead.modeling.checkpoint import fetch_file
+from hf_drafthead.modeling.gguf_files import split_gguf
 
 NEEDED = ("fastapi", "openai", "uvicorn")
 MOST_TOKENS = 1 << 24  # of a folder of texts, half a gigabyte of memory
@@ -47,7 +49,7 @@ def parser() -> Parser:
 
 
 def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> argparse.Namespace:
-    """What `serve` is asked for, checked; with the place of the model, how it is fetched, and the kind of its heads."""
+    """What `serve` is asked for, checked; with the place of the model, and how it is fetched."""
     options = parser().parse_args([model, *arguments])
     if unknown := settings.keys() - vars(options).keys():
         raise ValueError(f"unknown options {sorted(unknown)}: see `hf-drafthead serve --help`.")
@@ -57,7 +59,7 @@ def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> ar
     options.place, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
     options.hub = {"revision": revision or "main"}
     options.trust = {"trust_remote_code": True} if options.trust_remote_code else {}
-    options.model_type = check_servable(options.place, options.hub)
+    check_servable(options.place, options.hub)
     return options
 
 
@@ -65,12 +67,12 @@ def serve(model: str, arguments: Sequence[str] = (), **settings: Any) -> None:
     """Answer requests until the process is interrupted.
 
     Args:
-        model: folder of a draft-head checkpoint, or its id on the Hub, with `@revision` if another one is meant.
+        model: heads, a drafter, or a base, which drafts by itself: folder or id on the Hub, `@revision` behind it.
         arguments: options as on the command line; settings: the same by name, such as `slots=8`.
 
     Raises:
         OSError: packages for serving are missing, or the model or a text cannot be read.
-        ValueError: the model has no draft heads or no tokenizer, or an option is unknown.
+        ValueError: the model has no tokenizer, or an option is unknown.
     """
     if lacking := [name for name in NEEDED if find_spec(name) is None]:
         raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'hf-drafthead[serving]'.")
@@ -80,12 +82,11 @@ def serve(model: str, arguments: Sequence[str] = (), **settings: Any) -> None:
     run(options)
 
 
-def check_servable(place: str, hub: dict[str, str]) -> str:
-    """The kind of the heads; a ValueError for a model without heads or tokenizer."""
-    config = read_heads_config(place, hub)
-    if fetch_file(place, "tokenizer_config.json", hub) is None:
+def check_servable(place: str, hub: dict[str, str]) -> None:
+    """A ValueError for what is no model, and for one without a tokenizer; of a drafter it is the base's."""
+    drafter = recognize(place, hub).kind == DRAFTER
+    if not drafter and not split_gguf(place)[1] and fetch_file(place, "tokenizer_config.json", hub) is None:
         raise ValueError(f"{place!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({place!r}).")
-    return str(config.model_type)
 
 
 def texts_of(place: str | Path | None, tokenizer: Any, answers: bool) -> TextIndex | None:

@@ -6,13 +6,12 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer
+from transformers import AutoProcessor
 from transformers.processing_utils import ProcessorMixin
 
 from hf_drafthead.data.texts import frame
 from hf_drafthead.evaluation.calls import positions_of
-from hf_drafthead.evaluation.loading import load_arguments
-from hf_drafthead.modeling.families import BY_MODEL_TYPE
+from hf_drafthead.evaluation.loading import load, load_arguments
 from hf_drafthead.serving.fields import Refused
 from hf_drafthead.serving.processors import Grammars
 
@@ -44,13 +43,12 @@ class Served:
         if options.attn_implementation is not None:
             arguments["attn_implementation"] = options.attn_implementation
         arguments["exact"] = options.exact
-        model_class: Any = BY_MODEL_TYPE[options.model_type]
-        self.model = model_class.from_pretrained(options.place, **arguments)
+        self.model, tokenizer = load(options.place, **arguments)
         self.base, self.images, named = self.model.base, None, {**options.hub, **options.trust}
         if hasattr(self.base.config, "vision_config"):
             self.images = image_processor(self.base, (options.place, named), (self.base.name_or_path, options.trust))
         own = getattr(self.images, "tokenizer", None)
-        self.tokenizer = AutoTokenizer.from_pretrained(options.place, **named) if own is None else own
+        self.tokenizer = tokenizer if own is None else own
         self.decoder = copy.deepcopy(self.tokenizer)  # for other threads: one that encodes cannot be read meanwhile
         self.context = options.context or positions_of(self.model)
         self.vocabulary = self.base.get_input_embeddings().num_embeddings

@@ -75,6 +75,14 @@ def test_heads_of_every_family_are_served_and_answer_two_at_a_time(family, folde
             assert [*pool.map(ask, ["abc", "f"])] == ["defghijk", "ghijklmn"]
 
 
+def test_a_base_without_heads_is_served_and_copies_its_guesses(folder, tmp_path):
+    AutoModelForCausalLM.from_pretrained(folder.parent / "base").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with in_process(tmp_path) as client:
+        assert post(client, "completions", **SAID)["choices"][0]["text"] == ANSWER
+        assert client.room.served.model.drafter.copies
+
+
 @pytest.mark.slow
 def test_answers_are_one_text_whatever_the_generation_config_says(folder, tmp_path):
     form = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 2, "do_sample": True}
@@ -129,9 +137,8 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
         ("heads", ["--port", "x"], "argument --port: invalid int value: 'x': see `hf"),
         ("heads", {"no_such": 2}, "unknown options ['no_such']: see `hf"),
         ("heads", {"lookup_texts": Path("none")}, "--lookup-texts: 'none' is no folder: name a folder of text files"),
-        ("base", [], "'...base' holds a 'llama' model without draft heads: give the folder of a draft-head"),
         ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
-        ("nowhere", [], "there is no folder '...nowhere': give the folder of a draft-head checkpoint, or its id"),
+        ("nowhere", [], "'...nowhere' is no folder, id or file of weights: give one."),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_the_server_starts(folder, model, options, line):
