@@ -59,8 +59,9 @@ OF_AN_EXTRA = {
     "hf_drafthead.page.app": {"gradio"},
     "hf_drafthead.formats.gguf": {"gguf"},
     "hf_drafthead.serving.app": {"fastapi", "starlette", "uvicorn"},  # which brings starlette
-    "hf_drafthead.serving.formats": {"openai"},
-    "hf_drafthead.serving.processors": {"llguidance"},  # imported where JSON is asked for, once it is known to be there
+    "hf_drafthead.serving.fields": {"pydantic", "typing-extensions"},  # which fastapi brings
+    "hf_drafthead.serving.formats": {"pydantic"},
+    "hf_drafthead.serving.served": {"llguidance"},  # imported where JSON is asked for, once it is known to be there
 }
 # What imports upward, each in a function of one line that imports when it is called: `push_to_hub`;
 # `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`; the choice of a tree, by what was

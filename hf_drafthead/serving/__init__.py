@@ -3,17 +3,16 @@
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_drafthead.door import DRAFTER, recognize
-from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.modeling.checkpoint import fetch_file
 from hf_drafthead.modeling.gguf_files import split_gguf
 
-NEEDED = ("fastapi", "openai", "uvicorn")
-MOST_TOKENS = 1 << 24  # of a folder of texts, half a gigabyte of memory
+NEEDED = ("fastapi", "uvicorn")
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,7 +57,7 @@ def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> ar
         raise ValueError(f"--chat-template-kwargs is {options.chat_template_kwargs!r}: expected a JSON object.")
     options.place, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
     options.hub = {"revision": revision or "main"}
-    options.trust = {"trust_remote_code": True} if options.trust_remote_code else {}
+    options.texts = texts_of(options.lookup_texts)
     check_servable(options.place, options.hub)
     return options
 
@@ -89,21 +88,15 @@ def check_servable(place: str, hub: dict[str, str]) -> None:
         raise ValueError(f"{place!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({place!r}).")
 
 
-def texts_of(place: str | Path | None, tokenizer: Any, answers: bool) -> TextIndex | None:
-    """The text files of a folder, its own folders included, with room for answers; None for neither."""
-    if place is None:
-        return TextIndex.of(None, more=ANSWERS if answers else 0)
-    texts, folder = list[str](), Path(place)
-    for path in sorted(folder.rglob("*")) if folder.is_dir() else ():
+def texts_of(folder: Path | None) -> list[str] | None:
+    """The text files of a folder, its own folders included."""
+    if folder is None:
+        return None
+    texts, folder = list[str](), Path(folder)
+    for path in sorted(folder.rglob("*")):
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            try:
+            with suppress(UnicodeDecodeError):  # no text
                 texts.append(path.read_text(encoding="utf-8"))
-            except UnicodeDecodeError:  # no text
-                continue
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    if not 0 < (count := sum(map(len, ids))) <= MOST_TOKENS:
-        there = f"has {count:,} tokens of text (UTF-8)" if folder.is_dir() else "is no folder"
-        raise ValueError(
-            f"--lookup-texts: {str(folder)!r} {there}: name a folder of text files, of {MOST_TOKENS:,} at most."
-        )
-    return TextIndex.of(ids, more=ANSWERS if answers else 0)
+    if not any(texts):
+        raise ValueError(f"--lookup-texts: {str(folder)!r} has no text (UTF-8): name a folder of text files.")
+    return texts

@@ -17,7 +17,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from jinja2 import TemplateError
 from starlette.requests import ClientDisconnect
 
-from hf_drafthead.serving import texts_of
 from hf_drafthead.serving.answers import Choice, Delta
 from hf_drafthead.serving.formats import Chat, Completions, Responses
 from hf_drafthead.serving.served import Served
@@ -29,6 +28,7 @@ GAUGES = ("waiting", "running", "tokens_per", "seconds")  # how the names of met
 LAST_SECONDS = 5  # for connections to be closed, once nothing is decoded for them any more
 STOPPED = "the server was stopped: this answer is not complete."
 STOPPING = ("the server was stopped", "the manager was stopped")  # how errors begin of what may be asked again later
+Grown = AsyncIterator[tuple[Choice, Delta]]
 
 
 class Failed(Exception):
@@ -39,12 +39,11 @@ class Room:
     """A model and the manager that decodes for all clients."""
 
     def __init__(self, served: Served):
-        self.served, self.turn, self.created = served, asyncio.Lock(), int(time.time())
+        self.served, self.turn = served, asyncio.Lock()
         self.open: set[asyncio.Queue[Any]] = set()
-        options, answers = served.options, served.options.lookup_answers
-        texts = texts_of(options.lookup_texts, served.tokenizer, answers)
-        sizes = {"slots": options.slots, "max_queue_size": options.max_queue_size}
-        self.manager = served.model.init_continuous_batching(**sizes, lookup_texts=texts, lookup_answers=answers)
+        given = {name: getattr(served.options, name) for name in ("slots", "max_queue_size", "lookup_answers")}
+        texts = {"lookup_texts": served.options.texts, "tokenizer": served.decoder}
+        self.manager = served.model.init_continuous_batching(**given, **texts)
         self.manager.warmup()
         self.manager.start()
 
@@ -54,7 +53,7 @@ class Room:
             results.put_nowait(None)
         self.manager.stop(block=False, hard_stop=True)
 
-    async def grown(self, call: Completions) -> AsyncIterator[tuple[Choice, Delta]]:
+    async def grown(self, call: Completions) -> Grown:
         """What the choices of a call grow by; whoever stops listening has cancelled them."""
         results: asyncio.Queue[Any] = asyncio.Queue()
         running, stream = set(), bool(call.body.get("stream"))
@@ -84,30 +83,32 @@ class Room:
         async with self.turn:  # a tokenizer serves one thread at a time
             call = await asyncio.to_thread(CALLS[request.url.path], self.served, body)
         grown, stream = self.grown(call), call.body.get("stream")
-        ready: asyncio.Future[Any] = asyncio.ensure_future(anext(grown) if stream else everything(grown))
+        ready = asyncio.ensure_future(begun(grown, not stream))
         gone = asyncio.ensure_future(request.receive())  # of a request that was read its client says no more
         await asyncio.wait({ready, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not ready.done():
             ready.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await ready
-            return Response(status_code=499)
+            await asyncio.wait({ready})
+            raise ClientDisconnect
         gone.cancel()
         if stream:
             return StreamingResponse(events(call, ready.result(), grown), media_type="text/event-stream")
-        return JSONResponse(call.whole([delta for _, delta in sorted(ready.result(), key=lambda pair: pair[0].index)]))
+        ready.result()
+        return JSONResponse(call.whole())
 
 
-async def everything(grown: AsyncIterator[tuple[Choice, Delta]]) -> list[tuple[Choice, Delta]]:
-    """All that comes."""
-    return [pair async for pair in grown]
+async def begun(grown: Grown, whole: bool) -> Any:
+    """What comes first; or, once all has come, nothing, since each choice has what it has grown by."""
+    async for pair in grown:
+        if not whole:
+            return pair
 
 
 async def events(call: Completions, first: tuple[Choice, Delta], grown: Any) -> AsyncIterator[str]:
     """The events of a stream, of which an error is the last."""
     try:
         async with contextlib.aclosing(grown):
-            for text in (*call.begin(), *call.grown(*first)):
+            for text in call.grown(*first):
                 yield text
             async for choice, delta in grown:
                 for text in call.grown(choice, delta):
@@ -122,8 +123,8 @@ async def events(call: Completions, first: tuple[Choice, Delta], grown: Any) -> 
 def described(problem: Exception) -> tuple[int, dict[str, Any]]:
     """The status of an error, and what OpenAI's API says of it."""
     later = isinstance(problem, queue.Full) or str(problem).startswith(STOPPING)
-    ours = not isinstance(problem, OF_CLIENTS) and not (isinstance(problem, Failed) and FAULTS.match(str(problem)))
-    status = 503 if later else 500 if ours else 400
+    theirs = isinstance(problem, OF_CLIENTS) or isinstance(problem, Failed) and FAULTS.match(str(problem))
+    status = 503 if later else 400 if theirs else 500
     if status == 500:
         logging.getLogger("uvicorn.error").error("a request has failed", exc_info=problem)
     named = isinstance(problem, (Failed, queue.Full)) or hasattr(problem, "field")
@@ -135,7 +136,7 @@ def described(problem: Exception) -> tuple[int, dict[str, Any]]:
 def build(room: Room) -> FastAPI:
     """The application."""
     app, served = FastAPI(docs_url=None, redoc_url=None, openapi_url=None), room.served
-    model = {"id": served.name, "object": "model", "created": room.created, "owned_by": "hf-drafthead"}
+    model = {"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "hf-drafthead"}
     model["max_model_len"] = served.context
     if served.options.cors:
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
@@ -179,23 +180,19 @@ def build(room: Room) -> FastAPI:
     return app
 
 
-class Server(uvicorn.Server):
-    """Ends within a time: answers that are not whole by then are ended, and say so."""
-
-    room: Room
-
-    async def shutdown(self, sockets: Any = None) -> None:
-        stop = asyncio.get_running_loop().call_later(self.room.served.options.stop_within, self.room.stop)
-        await super().shutdown(sockets)
-        stop.cancel()
-        self.room.stop()
-
-
 def run(options: Any) -> None:
-    """Serve until the process is interrupted."""
+    """Serve until the process is interrupted; answers that are not whole within a time are ended, and say so."""
     room = Room(Served(options))
     most = math.ceil(options.stop_within) + LAST_SECONDS
     where = {"host": options.host, "port": options.port, "log_level": options.log_level}
-    server = Server(uvicorn.Config(build(room), **where, timeout_graceful_shutdown=most))
-    server.room = room
+    server = uvicorn.Server(uvicorn.Config(build(room), **where, timeout_graceful_shutdown=most))
+    close = server.shutdown
+
+    async def shutdown(sockets: Any = None) -> None:
+        stop = asyncio.get_running_loop().call_later(options.stop_within, room.stop)
+        await close(sockets)
+        stop.cancel()
+        room.stop()
+
+    server.shutdown = shutdown  # type: ignore[method-assign]
     server.run()

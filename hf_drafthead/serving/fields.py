@@ -1,41 +1,51 @@
-"""The fields of OpenAI's three calls that work here, with the values that they may have; others are refused.
-
-A rule is a type, a `range` of whole numbers, the least and the most of a number as a pair, a list of the values that
-are allowed, the rules of an object's fields, or {EACH: the rules of each object of a list}.
-"""
+"""The fields of OpenAI's three calls that work here, with the values that they may have; others are refused."""
 
 import copy
 import json
-import reprlib
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
 from transformers import GenerationConfig
+from typing_extensions import TypedDict
 
-EACH, LARGEST, COUNT = "each", 1 << 63, range(1, 1 << 31)
-FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": [False]}
+
+def fields(**kinds: Any) -> Any:
+    """An object with these fields and no others, each of which may be left out, or null."""
+    made: Any = TypedDict("Fields", {name: kind | None for name, kind in kinds.items()}, total=False)  # type: ignore
+    return with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))(made)
+
+
+def number(least: Any, most: Any) -> Any:
+    return Annotated[type(least), Field(ge=least, le=most)]
+
+
+COUNT, TEXT, NO = number(1, (1 << 31) - 1), Annotated[str, Field(min_length=1)], Literal[False]
+FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": NO}
 SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
-FORMAT = {"type": ["text", "json_object", "json_schema"]}
-MESSAGE: dict[str, Any] = dict.fromkeys(("name", "tool_call_id", "reasoning_content", "refusal"), str)
-MESSAGE |= {"role": ["system", "developer", "user", "assistant", "tool"], "content": str | list}
-MESSAGE |= {"tool_calls": list, "annotations": list}
-COMMON: dict[str, Any] = {"model": str, "temperature": (0, 2), "top_p": (0, 1), "seed": range(-LARGEST, 2 * LARGEST)}
-COMMON |= {"stream": bool, "stream_options": {"include_usage": bool, "include_obfuscation": [False]}}
-COMMON |= {"generation_config": str | dict}
-SCORES = {"frequency_penalty": (-2, 2), "presence_penalty": (-2, 2), "logit_bias": dict, "n": range(1, 129)}
-SCORES |= {"stop": str | list, "max_tokens": COUNT}
-OF_CHATS = {"tool_choice": ["auto", "none"], "parallel_tool_calls": bool, "top_logprobs": range(21), "store": [False]}
-OF_CHATS |= {"chat_template_kwargs": dict, "metadata": dict, "service_tier": ["auto", "default"]}
-COMPLETIONS = {**COMMON, **SCORES, "prompt": str | list, "logprobs": range(21), "echo": bool}
-CHAT = {**COMMON, **SCORES, **OF_CHATS, "messages": {EACH: MESSAGE}, "max_completion_tokens": COUNT, "logprobs": bool}
-CHAT |= {"tools": {EACH: {"type": ["function"], "function": FUNCTION}}, "modalities": [["text"]]}
-CHAT |= {"response_format": {**FORMAT, "json_schema": SCHEMA}, "reasoning_effort": str}
+FORMAT = {"type": Literal["text", "json_object", "json_schema"]}
+ROLE = Literal["system", "developer", "user", "assistant", "tool"]
+MESSAGE: dict[str, Any] = {"role": ROLE, "content": str | list, "tool_calls": list, "annotations": list}
+MESSAGE |= dict.fromkeys(("name", "tool_call_id", "reasoning_content", "refusal"), str)
+COMMON: dict[str, Any] = {"model": str, "temperature": number(0.0, 2), "top_p": number(0.0, 1), "stream": bool}
+COMMON |= {"seed": number(-(1 << 63), (1 << 64) - 1), "generation_config": str | dict}
+COMMON |= {"stream_options": fields(include_usage=bool, include_obfuscation=NO)}
+SCORES: dict[str, Any] = {"logit_bias": dict[str, number(-100.0, 100)], "n": number(1, 128)}  # type: ignore
+SCORES |= {"stop": TEXT | list[TEXT], "max_tokens": COUNT}  # type: ignore
+OF_CHATS = {"tool_choice": Literal["auto", "none"], "parallel_tool_calls": bool, "top_logprobs": number(0, 20)}
+OF_CHATS |= {"chat_template_kwargs": dict, "metadata": dict, "service_tier": Literal["auto", "default"], "store": NO}
+COMPLETIONS = {**COMMON, **SCORES, "prompt": str | list, "logprobs": number(0, 20)}
+CHAT = {**COMMON, **SCORES, **OF_CHATS, "messages": list[fields(**MESSAGE)]}  # type: ignore
+CHAT |= {"max_completion_tokens": COUNT, "logprobs": bool, "reasoning_effort": str}
+CHAT |= dict.fromkeys(("frequency_penalty", "presence_penalty"), number(-2.0, 2))
+CHAT |= {"tools": list[fields(type=Literal["function"], function=fields(**FUNCTION))]}  # type: ignore
+CHAT |= {"response_format": fields(**FORMAT, json_schema=fields(**SCHEMA)), "modalities": list[Literal["text"]]}
 RESPONSES = {**COMMON, **OF_CHATS, "input": str | list, "instructions": str, "max_output_tokens": COUNT}
-RESPONSES |= {"reasoning": {"effort": str}, "text": {"format": {**FORMAT, **SCHEMA}}, "background": [False]}
-RESPONSES |= {"tools": {EACH: {"type": ["function"], **FUNCTION}}, "truncation": ["disabled"]}
-RESPONSES |= {"include": [[], ["message.output_text.logprobs"]]}
-RESPONSES["stream_options"] = {"include_obfuscation": [False]}
+RESPONSES |= {"reasoning": fields(effort=str), "text": fields(format=fields(**FORMAT, **SCHEMA)), "background": NO}
+RESPONSES |= {"tools": list[fields(type=Literal["function"], **FUNCTION)]}  # type: ignore
+RESPONSES |= {"include": list[Literal["message.output_text.logprobs"]], "truncation": Literal["disabled"]}
+RESPONSES |= {"stream_options": fields(include_obfuscation=NO)}
 OF_ITEMS = {"type": str, "id": str, "status": str}
-ITEMS: dict[str, dict[str, Any]] = {"message": {**MESSAGE, **OF_ITEMS}}
+ITEMS: dict[str, Any] = {"message": {**MESSAGE, **OF_ITEMS}}
 ITEMS["function_call"] = {**OF_ITEMS, "call_id": str, "name": str, "arguments": str}
 ITEMS["function_call_output"] = {**OF_ITEMS, "call_id": str, "output": str | list}
 ITEMS["reasoning"] = {**OF_ITEMS, "summary": list, "content": list}
@@ -57,42 +67,28 @@ class Refused(ValueError):
         self.field, self.code = field, code
 
 
-def checked(body: Any, rules: dict[str, Any], inside: str = "") -> dict[str, Any]:
+def checked(kind: TypeAdapter, body: Any, place: str = "") -> dict[str, Any]:
     """The fields of an object that are not null; those that are unknown, or do not fit, are `Refused`."""
-    if not isinstance(body, dict):
-        raise Refused(inside.rstrip(".") or "body", "expected a JSON object.")
-    kept: dict[str, Any] = {}
-    for name, value in body.items():
-        rule, place, fits, expected = rules.get(name), f"{inside}{name}", True, ""
-        if value is None:
-            continue
-        if rule is None:
-            raise Refused(place, UNKNOWN)
-        if isinstance(rule, dict) and EACH in rule:
-            fits, expected = isinstance(value, list), "a list"
-            value = [checked(item, rule[EACH], f"{place}[{at}].") for at, item in enumerate(value if fits else [])]
-        elif isinstance(rule, dict):
-            value = checked(value, rule, f"{place}.")
-        elif isinstance(rule, range):
-            fits, expected = type(value) is int and value in rule, f"a whole number from {rule[0]} to {rule[-1]}"
-        elif isinstance(rule, tuple):
-            fits, expected = type(value) in (int, float) and rule[0] <= value <= rule[1], f"a number of {[*rule]}"
-        elif isinstance(rule, list):
-            fits, expected = any(value is one or value == one != 0 for one in rule), " or ".join(map(json.dumps, rule))
-        else:
-            fits, expected = isinstance(value, rule), getattr(rule, "__name__", str(rule))
-        if not fits:
-            raise Refused(place, f"it is {reprlib.repr(body[name])}: expected {expected}.")
-        kept[name] = value
-    return kept
+    try:
+        fitting: dict[str, Any] = kind.dump_python(kind.validate_python(body), exclude_none=True)
+        return fitting
+    except ValidationError as error:
+        first = error.errors()[0]
+    for part in first["loc"]:  # which ends with the names of types, where there are several
+        if isinstance(body, dict) and part in body:
+            place, body = f"{place}.{part}", body[part]
+        elif isinstance(body, list) and isinstance(part, int):
+            place, body = f"{place}[{part}]", body[part]
+    reason = UNKNOWN if first["type"] == "extra_forbidden" else f"{first['msg']}."
+    raise Refused(place.removeprefix(".") or "body", reason)
 
 
 def generation_config(body: dict[str, Any], of_base: GenerationConfig) -> GenerationConfig:
     """How a request is decoded: as the base says, but for what the client asks for."""
     config, given = copy.deepcopy(of_base), body.get("generation_config", {})
     given = json.loads(given) if isinstance(given, str) else given
-    for name, value in checked(given, dict.fromkeys(given, object), "generation_config.").items():
-        if value not in (getattr(of_base, name, None), FIXED.get(name)) and name != "transformers_version":
+    for name, value in given.items():
+        if value not in (None, getattr(of_base, name, None), FIXED.get(name)) and name != "transformers_version":
             if name not in OF_CONFIGS:
                 raise Refused(f"generation_config.{name}", UNKNOWN)
             setattr(config, name, value)

@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from transformers import AutoProcessor
@@ -13,28 +15,23 @@ from hf_drafthead.data.texts import frame
 from hf_drafthead.evaluation.calls import positions_of
 from hf_drafthead.evaluation.loading import load, load_arguments
 from hf_drafthead.serving.fields import Refused
-from hf_drafthead.serving.processors import Grammars
 
 TEXTS, IMAGES = ("text", "input_text", "output_text"), ("image_url", "input_image")
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template"}  # of a template's words, no client's
 EFFORT, THINKS, NO_EFFORT = "reasoning_effort", "enable_thinking", ("none", "minimal")
+SPACES: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}  # of JSON: a model may write them for ever
 
 
 @dataclass
 class Prompt:
-    """Token ids, the text that a client gave for them, and what a base reads beside them."""
+    """Token ids, and what a base reads beside them."""
 
     ids: list[int]
-    text: str = ""
     inputs: dict[str, Any] = field(default_factory=dict)
 
 
 class Served:
-    """A model with draft heads and what reads and writes its tokens; what depends on the base is asked of the base.
-
-    Args:
-        options: of `serve`.
-    """
+    """A model with draft heads and what reads and writes its tokens; what depends on the base is asked of the base."""
 
     def __init__(self, options: Any):
         self.options, self.name = options, options.model
@@ -42,11 +39,14 @@ class Served:
         arguments = load_arguments(options.dtype, device, None, options.trust_remote_code) | options.hub
         if options.attn_implementation is not None:
             arguments["attn_implementation"] = options.attn_implementation
-        arguments["exact"] = options.exact
-        self.model, tokenizer = load(options.place, **arguments)
-        self.base, self.images, named = self.model.base, None, {**options.hub, **options.trust}
-        if hasattr(self.base.config, "vision_config"):
-            self.images = image_processor(self.base, (options.place, named), (self.base.name_or_path, options.trust))
+        self.model, tokenizer = load(options.place, **arguments, exact=options.exact)
+        trust = {"trust_remote_code": True} if options.trust_remote_code else {}
+        self.base, self.images = self.model.base, None
+        places = [(self.base.name_or_path, trust), (options.place, {**options.hub, **trust})]
+        for place, named in places if hasattr(self.base.config, "vision_config") else ():
+            with suppress(OSError, ValueError, ImportError):
+                found = AutoProcessor.from_pretrained(place, config=self.base.config, **named)
+                self.images = found if isinstance(found, ProcessorMixin) else self.images
         own = getattr(self.images, "tokenizer", None)
         self.tokenizer = tokenizer if own is None else own
         self.decoder = copy.deepcopy(self.tokenizer)  # for other threads: one that encodes cannot be read meanwhile
@@ -56,16 +56,16 @@ class Served:
         ends = self.tokenizer.eos_token_id if ends is None else ends
         self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or [])
         self.template = response_template(self.tokenizer, self.base)
-        self._grammars: Grammars | None = None
+        self._grammar: Any = None
 
     def prompt(self, given: Any) -> Prompt:
         """A text, or token ids, to be continued; what some tokenizers put behind a text, its end, is left out."""
         if not isinstance(given, str):
             if not all(type(token) is int and 0 <= token < self.vocabulary for token in given):
                 raise Refused("prompt", f"expected the ids of tokens, from 0 to {self.vocabulary - 1}.")
-            return Prompt(given, self.tokenizer.decode(given))
+            return Prompt(given)
         ids, ending = self.tokenizer(given)["input_ids"], frame(self.tokenizer)[1]
-        return Prompt(ids[: -len(ending)] if ending and ids[-len(ending) :] == ending else ids, given)
+        return Prompt(ids[: -len(ending)] if ending and ids[-len(ending) :] == ending else ids)
 
     def chat(self, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any], effort: Any) -> Prompt:
         """A conversation as the chat template writes it, which has to read all that it is given."""
@@ -80,8 +80,7 @@ class Served:
         if effort is not None:
             if not names & {EFFORT, THINKS}:
                 raise Refused(EFFORT, "this model's chat template has no switch for it.")
-            switch = {EFFORT: effort} if EFFORT in names else {THINKS: effort not in NO_EFFORT}
-            variables |= switch
+            variables |= {EFFORT: effort} if EFFORT in names else {THINKS: effort not in NO_EFFORT}
         if unknown := variables.keys() - (names - RESERVED):
             raise Refused(f"chat_template_kwargs.{min(unknown)}", "this model's chat template does not read it.")
         call = {**variables, "add_generation_prompt": True, "tools": tools}
@@ -95,7 +94,7 @@ class Served:
             return Prompt(ids[0].tolist())
         types = {name: self.base.dtype if value.is_floating_point() else None for name, value in inputs.items()}
         moved = {name: value.to(self.base.device, types[name]) for name, value in inputs.items()}
-        return Prompt(ids[0].tolist(), inputs=moved)
+        return Prompt(ids[0].tolist(), moved)
 
     def _turn(self, message: dict[str, Any], developers: bool) -> dict[str, Any]:
         """A message as chat templates read it: arguments as objects, images as images, text in one piece."""
@@ -139,21 +138,18 @@ class Served:
         return ResponseParser({**self.template, "fields": fields}, prefix=self.decode(prompt.ids, True), tools=tools)
 
     def matcher(self, schema: dict[str, Any]) -> Any:
-        """A matcher of JSON that fits a schema."""
-        self._grammars = self._grammars or Grammars(self.decoder, self.vocabulary, self.ends)
-        return self._grammars.matcher(schema)
+        """A matcher of JSON that fits a schema; `Refused` for what is no schema, or has what is not supported."""
+        if find_spec("llguidance") is None:
+            raise Refused("response_format", "llguidance is not installed: pip install 'hf-drafthead[structured]'.")
+        from llguidance import LLMatcher
+        from llguidance.hf import from_tokenizer
 
-
-def image_processor(base: Any, *places: tuple[str, dict[str, Any]]) -> Any:
-    """What prepares images for a base, from the first place that has it; None where none has."""
-    for place, named in places:
-        try:
-            found = AutoProcessor.from_pretrained(place, config=base.config, **named)
-        except (OSError, ValueError, ImportError):
-            continue
-        if isinstance(found, ProcessorMixin):
-            return found
-    return None
+        size = max(self.vocabulary, len(self.decoder))
+        self._grammar = self._grammar or from_tokenizer(self.decoder, n_vocab=size, eos_token=self.ends)
+        matcher = LLMatcher(self._grammar, LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES))
+        if problem := matcher.get_error():
+            raise Refused("response_format", f"this schema cannot be used: {' '.join(problem.split())}")
+        return matcher
 
 
 def response_template(tokenizer: Any, base: Any) -> Any:

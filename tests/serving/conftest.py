@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import zoo
@@ -60,7 +63,9 @@ def model(code) -> Any:
 
 
 def post(client: Any, path: str, status: int = 200, **body: Any) -> Any:
-    """The answer to a request, which has this status."""
+    """The answer to a request, which has this status and, where it is an answer, the form that OpenAI's API says."""
     answer = client.post(f"/v1/{path}", json=body)
     assert answer.status_code == status, answer.text
+    if status == 200:
+        {"completions": Completion, "chat/completions": ChatCompletion, "responses": Response}[path](**answer.json())
     return answer.json()

@@ -45,7 +45,6 @@ VALUES: dict[str, tuple[Any, str]] = {
     "logit_bias": ({"5": -100}, "-100 to 100, by token id"),
     "logprobs": (True, "after penalties and biases, before temperature and top_p"),
     "top_logprobs": (2, "up to 20"),
-    "echo": (True, "not with logprobs"),
     "response_format": ({"type": "json_object"}, "JSON, or JSON that fits a schema; needs `hf-drafthead[structured]`"),
     "text": ({"format": {"type": "json_object"}}, "`format`, as response_format"),
     "tools": ([TOOL], "where the base's template and tokenizer say how it calls them"),

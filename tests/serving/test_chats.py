@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.serving import processors
+from hf_drafthead.serving import served
 from tests.serving.conftest import post
 from tests.serving.running import in_process
 
@@ -120,11 +120,10 @@ def test_tool_choice_none_calls_nothing(caller):
     ids=["two calls", "the first alone", "a call that is no JSON", "a call that is cut", "thoughts that are cut"],
 )  # fmt: skip
 def test_whatever_a_model_says_is_the_same_streamed_and_whole(said, parallel, expected, size, caller):
-    from hf_drafthead.serving.answers import Asked, Choice
+    from hf_drafthead.serving.formats import Chat
 
-    served, tokens = caller.room.served, [NAMES.index(word) for word in said if word != "<|im_end|>"]
-    prompt = served.chat(ASKED["messages"], None, {}, None)
-    choice = Choice(served, Asked({"parallel_tool_calls": parallel}, [prompt], 20, chat=True), prompt, 0, 0)
+    tokens = [NAMES.index(word) for word in said if word != "<|im_end|>"]
+    (choice,) = Chat(caller.room.served, ASKED | {"parallel_tool_calls": parallel}).choices
     content, thoughts, calls = "", "", []
     for end in range(size, len(tokens) + size, size):
         result = SimpleNamespace(generated_tokens=tokens[:end], is_finished=lambda end=end: end >= len(tokens))
@@ -203,8 +202,7 @@ def test_a_schema_is_kept(seed, writer):
 def test_a_schema_that_cannot_be_used_or_read_is_refused(writer, monkeypatch):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     assert "cannot be used" in post(writer, "chat/completions", 400, **ASKED, response_format=form)["error"]["message"]
-    monkeypatch.setattr(processors, "find_spec", lambda name: None)
-    monkeypatch.setattr(writer.room.served, "_grammars", None)
+    monkeypatch.setattr(served, "find_spec", lambda name: None)
     error = post(writer, "chat/completions", 400, **ASKED, response_format={"type": "json_object"})["error"]
     assert error["param"] == "response_format" and "pip install 'hf-drafthead[structured]'" in error["message"]
 
