@@ -1,60 +1,84 @@
-"""Guesses copied from the text itself: what followed the last tokens of a row where they occurred before.
+"""Guesses copied from the text itself: what followed the last tokens of a row most often where they occurred before.
 
-Prompt lookup (`prompt_lookup_num_tokens` of transformers) checks such a copy alone, for one row. Here it is one more
-path in the tree of the heads' guesses, in every row that has a match, in place of the least valuable nodes. The number
-of nodes stays the same, and nothing waits for the device.
+Prompt lookup (`prompt_lookup_num_tokens` of transformers) checks one such copy alone, for one row. Here the places
+where the last token occurred are looked at, those first where the most tokens before it agree too. What followed there
+forms a small tree, in which a node is worth as much as it is likely: by the share of the places that lead to it, and by
+how many tokens agree there (SuffixDecoding, arXiv 2411.04975, counts in the same way). Beside the heads' guesses the
+likelier nodes of both stand in one tree. The number of nodes stays the same, and nothing waits for the device.
 
-    the text     d e f  m a i n ( ) ... d e f          the last tokens "d e f" occurred before
-    the copy     m a i n                               L = 4 tokens, which hang below the root "f"
+    the text     d e f  m a i n ... d e f  m a x ... d e f        "d e f" occurred twice
+    the copies   m ── a ─┬─ i ── n                                 which hang below the root "f"
+                         └─ x
 
-Other texts, which the user names or which were answered before, are a second place to copy from. Where they agree with
-more of a row's last tokens than its own text does, the copy is theirs (`TextIndex`). They lie in one tensor of fixed
-size, and so does, for each n, a table from the hash of n tokens to where these last ended. The host fills both between
-steps; a step only reads them, at as many places as there are rows:
+Other texts, which the user names or which were answered before, are a second place to copy from (`TextIndex`). They
+lie in one tensor of fixed size. For 2 and 4 tokens a table tells from a hash where these last ended, and another from
+each such place where they ended before. The host fills all of it between steps; a step only reads it, at a fixed number
+of places:
 
-    the row      ... d e f                 hash(d e f) -> 7
-    the texts    a b . x y d e f m a i n . n o           at 7 ends "d e f", behind it stands the copy "m a i n"
+    the row      ... d e f                 hash(e f) -> 7
+    the texts    a b . x y d e f m a i n . n e f       at 7 ends "e f", behind it stands the copy "m a i n"
 
-Shapes: B rows, W width of the sequences, L copied tokens, M nodes that were guessed (root included), N nodes of a step,
-C tokens of the texts, S hashes, G tables, X n-grams.
+Shapes: B rows, W width of the sequences, L copied tokens, K places, M nodes that were guessed (root included), N nodes
+of a step, C tokens of the texts, S hashes, G tables, X n-grams.
 """
 
 from __future__ import annotations
 
-import itertools
-import operator
+import math
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.tree import LookupTree
 
-LEAST_MATCH = 2  # tokens that must agree, unless fewer are asked for: a single token matches nearly everywhere
-LONGEST_GRAM = 4  # tokens that are looked up at most
+SCANNED = 3  # last tokens that every place of a row is compared with; with more only those that are taken
+KEPT = 16  # places of which continuations are counted
+GRAMS = (4, 2)  # tokens that are looked up in other texts
+LINKS = 8  # places that are followed for each of them
+LONGEST_GRAM = max(GRAMS)
 BEHIND = -1  # behind each text, where no token is
 ANSWERS = 1 << 20  # tokens of what was answered that are kept beside named texts, in 28 bytes each
 LEAST_CAPACITY = 1024  # tokens of an index; powers of two, so that calls with other texts share programs
 MULTIPLIER = 1_000_003  # of hashes; times the largest table it stays far below 2**63
+WEIGHT = 4.0  # of a place, for each token more that agrees there
+# The odds that a copy is right where a tokens agree, measured: ODDS * a ** POWER, up to the longest match.
+ODDS, POWER = 0.37, 1.75
+DESERVED = 0.5  # tokens that a step of copies alone must be expected to gain, else a CPU forwards the root alone
+
+
+class Places(NamedTuple):
+    """Where a row's last tokens occurred before.
+
+    tokens: (B, K, L) what followed, -1 from where that is no token to guess; agreed: (B, K) how many of the last tokens
+    agree there, 0 where there is no such place.
+    """
+
+    tokens: torch.Tensor
+    agreed: torch.Tensor
 
 
 class Copies(NamedTuple):
-    """What the text itself suggests. tokens (B, L); matched (B,) whether the last tokens occurred before."""
+    """What the text itself suggests, as a tree below the root, which is node 0; parents come before their children.
+
+    tokens, parents, depths: (B, L + 1); value: (B, L + 1) log-probability of the path to a node, -inf for no node.
+    """
 
     tokens: torch.Tensor
-    matched: torch.Tensor
+    parents: torch.Tensor
+    depths: torch.Tensor
+    value: torch.Tensor
 
 
-def copied_from_row(
+def places_in_row(
     sequences: torch.Tensor, lengths: torch.Tensor, count: int, longest_match: int, vocabulary: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What followed the last tokens of each row where they occurred before: the longest match, of equal ones the last.
+) -> Places:
+    """Where the last token of each row occurred before: those places where the most tokens agree, then the latest.
 
-    The longest of `longest_match`, ... 2 last tokens that occurred before is taken (1 where `longest_match` is 1). A
-    copy that reaches the end of the text goes on with its own beginning, as a text that repeats itself does. A copy
-    that was wrong is not made again at the same place: the root differs from it there.
+    A copy that reaches the end of the text goes on with its own beginning, as a text that repeats itself does.
 
     Args:
         sequences: (B, W) token ids; of row b the first `lengths[b]` count.
@@ -63,56 +87,91 @@ def copied_from_row(
         longest_match: tokens compared at most, at least 1.
         vocabulary: tokens of the base; a row may hold other ids, such as placeholders, and these are not guessed.
 
-    Returns:
-        tokens (B, L), and how many of the last tokens agreed (B,), 0 where none occurred before.
-
     >>> text = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 0], [1, 2, 3, 4, 5, 6, 7, 0]])
-    >>> copied_from_row(text, torch.tensor([7, 7]), count=4, longest_match=3, vocabulary=10)
-    (tensor([[7, 8, 9, 5],
-            [0, 0, 0, 0]]), tensor([2, 0]))
+    >>> tokens, agreed = places_in_row(text, torch.tensor([7, 7]), count=4, longest_match=3, vocabulary=10)
+    >>> tokens[0, 0], agreed[:, 0]
+    (tensor([7, 8, 9, 5]), tensor([2, 0]))
     """
     width, device = sequences.shape[1], sequences.device
-    least = min(LEAST_MATCH, longest_match)
     place = torch.arange(width, device=device)
     last = lengths[:, None] - 1  # (B, 1) of the newest token
     agree = torch.ones_like(sequences, dtype=torch.bool)
-    agreed = torch.zeros_like(sequences)  # (B, W) how many of the last tokens agree with those up to this place
-    for back in range(min(longest_match, width)):
+    alike = torch.zeros_like(sequences)  # (B, W) how many of the last tokens agree with those up to this place
+    for back in range(min(longest_match, SCANNED, width)):
         wanted = sequences.gather(1, (last - back).clamp(min=0))
         same = (sequences[:, : width - back] == wanted) & (back <= last)
-        agree = agree & torch.nn.functional.pad(same, (back, 0), value=False)
-        agreed = agreed + agree
-    value = torch.where((agreed >= least) & (place < last), agreed * width + place, -1)
-    best, end = value.max(1)  # (B,) the last token of the earlier occurrence
-    matched = best >= 0
-    period = (last[:, 0] - end).clamp(min=1)[:, None]
-    steps = torch.arange(count, device=device)
-    tokens = sequences.gather(1, (end[:, None] + 1 + steps % period).clamp(max=width - 1))
-    agreed_at_end = torch.where(matched, best.div(width, rounding_mode="floor"), 0)
-    return torch.where(matched[:, None] & (tokens < vocabulary), tokens, 0), agreed_at_end
+        agree = agree & F.pad(same, (back, 0), value=False)
+        alike = alike + agree
+    value = torch.where((alike > 0) & (place < last), alike * width + place, -1)
+    best = F.pad(value, (0, KEPT), value=-1).topk(KEPT).values  # (B, K)
+    end = torch.where(best >= 0, best % width, -1)
+    back = torch.arange(min(longest_match, width), device=device)
+    newest = sequences.gather(1, (last - back).clamp(min=0))
+    newest = torch.where(back <= last, newest, BEHIND)
+    period = (last - end).clamp(min=1)[..., None]
+    behind = end[..., None] + 1 + torch.arange(count, device=device) % period
+    tokens = _at(sequences, behind)
+    return Places(torch.where(tokens < vocabulary, tokens, BEHIND), _agreed(sequences, end, newest))
+
+
+def _at(texts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The tokens at places (B, K, X) of each row's text (B, W), or of one for all (C,)."""
+    places = places.clamp(0, texts.shape[-1] - 1)
+    return texts[places] if texts.dim() == 1 else texts.gather(1, places.flatten(1)).view(places.shape)
+
+
+def _agreed(texts: torch.Tensor, end: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+    """How many tokens up to places (B, K) are the newest of each row (B, X), the last of these first; (B, K)."""
+    at = end[..., None] - torch.arange(newest.shape[1], device=end.device)
+    same = (_at(texts, at) == newest[:, None]) & (at >= 0)
+    return same.long().cumprod(2).sum(2)
+
+
+def most_frequent(places: Places) -> Copies:
+    """The tree of what followed, cut to the L likeliest nodes."""
+    agreed, order = places.agreed.sort(dim=1, descending=True, stable=True)
+    agreed, order = agreed[:, :KEPT], order[:, :KEPT]
+    tokens = places.tokens.take_along_dim(order[..., None], dim=1)
+    (rows, kept, count), device = tokens.shape, tokens.device
+    weight = torch.where(agreed > 0, WEIGHT ** agreed.clamp(max=8), 0.0)  # powers of two, whose sums are exact
+    alike = (tokens[:, :, None] == tokens[:, None]).long().cumprod(3)  # (B, K, K, L) whether two begin alike
+    share = (alike * weight[:, None, :, None]).sum(2) / weight.sum(1).clamp(min=1.0)[:, None, None]  # (B, K, L)
+    first = alike.argmax(2)  # (B, K, L) the place that stands for all that begin like this one
+    depth, number = torch.arange(count, device=device), torch.arange(kept, device=device)
+    odds = math.log(ODDS) + POWER * (agreed.clamp(min=1)[..., None] + depth).log()
+    value = share.log() + F.logsigmoid(odds).cumsum(2)
+    is_node = (first == number[:, None]) & ((tokens >= 0).long().cumprod(2) > 0) & (agreed > 0)[..., None]
+    value = torch.where(is_node, value, -torch.inf)
+    parents = F.pad(1 + depth[:-1] * kept + first[:, :, :-1], (1, 0))  # the root's children first, then theirs
+    of_nodes = [part.transpose(1, 2).flatten(1) for part in (tokens, parents, value)]
+    tokens, parents, value = (F.pad(part, (1, 0)) for part in of_nodes)
+    depths = F.pad((1 + depth).repeat_interleave(kept), (1, 0)).expand(rows, -1)
+    best = value.sort(dim=1, descending=True, stable=True).indices[:, : count + 1].sort(dim=1).values
+    place = torch.zeros_like(tokens).scatter(1, best, torch.arange(count + 1, device=device).expand_as(best))
+    parents = place.gather(1, parents.gather(1, best))
+    return Copies(tokens.gather(1, best).clamp(min=0), parents, depths.gather(1, best), value.gather(1, best))
 
 
 def suggested(
     tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, texts: HeldTexts | None = None
 ) -> Copies:
-    """The copies of a step: of the row's own text, or of others where these agree with more of its last tokens.
+    """The copies of a step, of the row's own text and of others.
 
     Args:
         tree: of the step.
-        sequences, lengths: see `copied_from_row`.
+        sequences, lengths: see `places_in_row`.
         texts: others, on this device; None: none.
     """
-    tokens, agreed = copied_from_row(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary)
+    places = places_in_row(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary)
     if texts is not None:
-        others, more = copied_from(texts, sequences, lengths, tree.copies, tree.vocabulary)
-        tokens = torch.where((more > agreed)[:, None], others, tokens)
-        agreed = torch.maximum(agreed, more)
-    return Copies(tokens, agreed > 0)
+        others = places_in(texts, sequences, lengths, tree.copies, tree.vocabulary)
+        places = Places(*(torch.cat(parts, dim=1) for parts in zip(places, others)))
+    return most_frequent(places)
 
 
 def matches(tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, texts: HeldTexts | None = None) -> bool:
-    """Whether any row's last tokens occurred before, or in other texts; the host waits for the answer."""
-    return bool(suggested(tree, sequences, lengths, texts).matched.any())
+    """Whether copies are expected to gain something in any row; the host waits for the answer."""
+    return bool((suggested(tree, sequences, lengths, texts).value[:, 1:].exp().sum(1) >= DESERVED).any())
 
 
 def accepted_copies(
@@ -134,12 +193,17 @@ def accepted_copies(
         emitted: the tokens of the step, of each row; the last one was no guess.
     """
     before = [length - len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
-    starts = torch.tensor(before, device=sequences.device)
-    copies = suggested(tree, sequences, starts, texts)
+    copies = suggested(tree, sequences, torch.tensor(before, device=sequences.device), texts)
+    of_rows = zip(*(part.tolist() for part in (copies.tokens, copies.parents, copies.value)))
     counts = []
-    for tokens, copied, matched in zip(emitted, copies.tokens.tolist(), copies.matched.tolist()):
-        same = map(operator.eq, tokens[:-1], copied if matched else [])
-        counts.append(sum(itertools.takewhile(bool, same)))
+    for tokens, (copied, parents, values) in zip(emitted, of_rows):
+        nodes = {pair: node for node, pair in enumerate(zip(parents, copied)) if values[node] > -math.inf}
+        node = count = 0
+        for token in tokens[:-1]:
+            if not (node := nodes.get((node, token), 0)):
+                break
+            count += 1
+        counts.append(count)
     return counts
 
 
@@ -152,63 +216,60 @@ def with_copies(
     nodes: int,
     deepest: int,
 ) -> tuple[torch.Tensor, Topology]:
-    """The most valuable of the guessed nodes and the copies in one tree, row by row.
+    """The likeliest of the guessed nodes and the copies in one tree, row by row.
 
-    Copied tokens that were guessed at the same place are not added again: the rest of the copy hangs below them.
+    Copied tokens that were guessed at the same place are not added again: what follows them hangs below the guesses.
 
     Args:
         tokens, parents, depths: (B, M) of the guessed nodes; node 0 is the root, parents come before their children.
-        value: (B, M), by which nodes are kept; no node is worth more than its parent; of equal ones the first.
+        value: (B, M) log-probabilities; no node is worth more than its parent; of equal ones the first is kept.
         copied: of every row.
         nodes: N, of which L + 1 at least are there.
         deepest: levels below the root of the guessed nodes.
 
     Returns:
-        tokens (B, N) and how they hang together; a row without a match has guessed nodes only, and where these are
-        fewer than N, copies that carry token 0.
+        tokens (B, N) and how they hang together; where there are fewer nodes than N, others that carry any token.
     """
-    rows, made = tokens.shape
-    count = copied.tokens.shape[1]
-    device = tokens.device
-    matched = copied.matched[:, None]
-    guess = copied.tokens.gather(1, (depths - 1).clamp(0, count - 1))
-    on_copy = (tokens == guess) & (depths <= count) & matched
-    on_copy[:, 0] = True
+    made, count = tokens.shape[1], copied.tokens.shape[1] - 1
+    same = (copied.tokens[:, :, None] == tokens[:, None]) & (copied.depths[:, :, None] == depths[:, None])
+    is_root = F.pad(torch.ones_like(same[:1, :1, :1]), (0, made - 1, 0, count))
+    same = torch.where(copied.depths[:, :, None] == 0, is_root, same)  # (B, L + 1, M)
+    above, of_guess = copied.parents[:, :, None].expand_as(same), parents[:, None].expand_as(same)
     for _ in range(min(deepest, count)):  # and so are all nodes above
-        on_copy = on_copy & on_copy.gather(1, parents)
-    # (B, L + 1) of the copy's nodes by depth: guessed ones where there are, else those that are added behind them
-    added = torch.arange(made - 1, made + count, device=device).expand(rows, -1)
-    number = torch.arange(made, device=device).expand(rows, -1)
-    line = torch.full_like(added, -1).scatter(1, torch.where(on_copy, depths, 0), number)
-    line[:, 0] = 0
-    new = line < 0
-    line = torch.where(new, added, line)
-    added_value = torch.where(new[:, 1:] & matched, torch.inf, -torch.inf)
-    value = torch.cat([torch.where(on_copy, torch.inf, value), added_value], dim=1)
-    tokens = torch.cat([tokens, copied.tokens], dim=1)
-    parents = torch.cat([parents, line[:, :-1]], dim=1)
-    depths = torch.cat([depths, torch.arange(1, count + 1, device=device).expand(rows, -1)], dim=1)
+        same = same & same.gather(1, above).gather(2, of_guess)
+    again = same.any(2)
+    added = torch.arange(made - 1, made + count, device=tokens.device).expand_as(again)
+    number = torch.where(again, same.long().argmax(2), added)  # (B, L + 1) of each copied node among all
+    value = torch.maximum(value, torch.where(same, copied.value[:, :, None], -torch.inf).amax(1))
+    added_value = torch.where(again, -torch.inf, copied.value)[:, 1:]
+    tokens, depths = (
+        torch.cat([guessed, copies[:, 1:]], dim=1)
+        for guessed, copies in ((tokens, copied.tokens), (depths, copied.depths))
+    )
+    parents = torch.cat([parents, number.gather(1, copied.parents)[:, 1:]], dim=1)
+    value = torch.cat([value, added_value], dim=1)
     return Topology.of_best(tokens, parents, depths, value, nodes, max(deepest, count))
 
 
 class HeldTexts(NamedTuple):
     """The texts of an index on one device.
 
-    corpus: (C,) tokens, `BEHIND` behind each text; places: (G, S) of each hash of 2, 3, ... tokens, the place of the
-    last of these; -1 where there is none.
+    corpus: (C,) tokens, `BEHIND` behind each text; places: (G, S) of each hash of so many tokens, the place of the last
+    of these; earlier: (G, C) where tokens of the same hash ended before; -1 where there is none.
     """
 
     corpus: torch.Tensor
     places: torch.Tensor
+    earlier: torch.Tensor
 
 
 class TextIndex:
     """Texts to copy guesses from, and where their n-grams last occurred.
 
-    A step looks up the hashes of each row's last 4, 3 and 2 tokens, compares the texts there with them, and takes what
-    follows the longest that agrees. That costs the same however long the texts are, and nothing waits for the host. All
-    memory is taken at once: 4 bytes for each token, and 24 for its n-grams. Any thread may `put` further texts, also
-    while others decode: what is read is a guess.
+    A step looks up the hashes of each row's last 4 and 2 tokens, compares the texts there with the row, and takes what
+    follows. That costs the same however long the texts are, and nothing waits for the host. All memory is taken at
+    once: 4 bytes for each token, and 24 for its n-grams. Any thread may `put` further texts, also while others decode:
+    what is read is a guess.
 
     Args:
         texts: token ids of each. They stay.
@@ -220,9 +281,9 @@ class TextIndex:
 
     >>> index = TextIndex([[5, 6, 7, 8, 9]])
     >>> text = torch.tensor([[1, 6, 7, 0], [1, 2, 3, 0]])
-    >>> copied_from(index.on(text.device), text, torch.tensor([3, 3]), count=2, vocabulary=10)
-    (tensor([[8, 9],
-            [0, 0]]), tensor([2, 0]))
+    >>> tokens, agreed = places_in(index.on(text.device), text, torch.tensor([3, 3]), count=2, vocabulary=10)
+    >>> tokens[0, -8], agreed[:, -8]
+    (tensor([8, 9]), tensor([2, 0]))
     """
 
     @torch.inference_mode(False)
@@ -238,8 +299,8 @@ class TextIndex:
             )
         self.capacity, self.size = capacity, 2 * capacity + 1
         corpus = torch.full((capacity,), BEHIND, dtype=torch.int32)
-        places = torch.full((LONGEST_GRAM - LEAST_MATCH + 1, self.size), -1, dtype=torch.int32)
-        self.host = HeldTexts(corpus, places)
+        places = torch.full((len(GRAMS), self.size), -1, dtype=torch.int32)
+        self.host = HeldTexts(corpus, places, torch.full((len(GRAMS), capacity), -1, dtype=torch.int32))
         self.held: dict[torch.device, HeldTexts] = {corpus.device: self.host}
         self.lock = threading.Lock()
         self.first = self.next = 0  # where texts begin that may be replaced, and where the next one is put
@@ -287,7 +348,7 @@ class TextIndex:
         """Hold a further text in place of the oldest ones that may be replaced; of a long one the end."""
         room = self.capacity - self.first - 1  # one behind it
         text = text[-room:] if room > 0 else []
-        if len(text) <= LEAST_MATCH:
+        if len(text) <= min(GRAMS):
             return
         with self.lock, torch.no_grad(), torch.inference_mode(False):
             tokens = torch.tensor([*text, BEHIND], dtype=torch.int32)
@@ -296,23 +357,25 @@ class TextIndex:
             start, self.next = self.next, self.next + len(tokens)
             for texts in self.held.values():
                 texts.corpus[start : self.next] = tokens.to(texts.corpus.device)
-            for number, length in enumerate(range(LEAST_MATCH, LONGEST_GRAM + 1)):
+            for number, length in enumerate(GRAMS):
                 if len(text) > length:
                     self._note(number, tokens[:-2].long().unfold(0, length, 1), start + length - 1)
 
     def _note(self, number: int, grams: torch.Tensor, first: int) -> None:
-        """Note where n-grams (X, n) end, of which the first ends at `first`; of equal hashes the last.
+        """Note where n-grams (X, n) end, of which the first ends at `first`; of equal hashes the last, and the others.
 
         Hashes of texts that stay are left to these, which would be forgotten after a while.
         """
         hashes, order = hash_of(grams, self.size).sort(stable=True)
-        before = self.host.places[number][hashes]
-        last = torch.cat([hashes[1:] != hashes[:-1], torch.ones(1, dtype=torch.bool)])
-        last &= (before < 0) | (before >= self.first)
-        slots, ends = hashes[last], (first + order[last]).int()
+        ends, before = (first + order).int(), self.host.places[number][hashes]
+        again = hashes[1:] == hashes[:-1]
+        earlier = torch.cat([before[:1], torch.where(again, ends[:-1], before[1:])])
+        free = (before < 0) | (before >= self.first)
+        last = torch.cat([~again, torch.ones(1, dtype=torch.bool)]) & free
         for texts in self.held.values():
             device = texts.places.device
-            texts.places[number].index_copy_(0, slots.to(device), ends.to(device))
+            texts.earlier[number].index_copy_(0, ends[free].long().to(device), earlier[free].to(device))
+            texts.places[number].index_copy_(0, hashes[last].to(device), ends[last].to(device))
 
 
 def _needed(texts: Sequence[Sequence[int]]) -> int:
@@ -336,32 +399,21 @@ def hash_of(grams: torch.Tensor, size: int) -> torch.Tensor:
     return value
 
 
-def copied_from(
-    texts: HeldTexts, sequences: torch.Tensor, lengths: torch.Tensor, count: int, vocabulary: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What follows the last tokens of each row in these texts.
-
-    Args:
-        texts: to copy from.
-        sequences: (B, W) token ids; of row b the first `lengths[b]` count.
-        lengths: (B,).
-        count: L.
-        vocabulary: tokens of the base; others are not guessed.
-
-    Returns:
-        tokens (B, L), 0 where none is known, and how many of the last tokens agreed (B,), 0 where there is no match.
-    """
+def places_in(texts: HeldTexts, sequences: torch.Tensor, lengths: torch.Tensor, count: int, vocabulary: int) -> Places:
+    """Where the last tokens of each row, two at least, occur in these texts; arguments as of `places_in_row`."""
     device, size = sequences.device, texts.places.shape[1]
-    back = torch.arange(LONGEST_GRAM - 1, -1, -1, device=device)
-    newest = sequences.gather(1, (lengths[:, None] - 1 - back).clamp(min=0))  # (B, 4), the newest is the last
-    end, agreed = torch.full_like(lengths, -1), torch.zeros_like(lengths)
-    for number, length in enumerate(range(LEAST_MATCH, LONGEST_GRAM + 1)):
-        grams, span = newest[:, -length:], torch.arange(1 - length, 1, device=device)
-        place = texts.places[number][hash_of(grams, size)].long()
-        seen = texts.corpus[(place[:, None] + span).clamp(min=0)]
-        same = (seen == grams).all(1) & (place >= 0) & (lengths >= length)
-        end, agreed = torch.where(same, place, end), torch.where(same, length, agreed)
-    behind = end[:, None] + 1 + torch.arange(count, device=device)
-    tokens = texts.corpus[behind.clamp(max=len(texts.corpus) - 1)].long()
-    valid = (agreed > 0)[:, None] & (tokens >= 0) & (tokens < vocabulary)
-    return torch.where(valid, tokens, 0), agreed
+    back, last = torch.arange(2 * LONGEST_GRAM, device=device), lengths[:, None] - 1
+    newest = torch.where(back <= last, sequences.gather(1, (last - back).clamp(min=0)), 2 * BEHIND)
+    found = []
+    for number, length in enumerate(GRAMS):
+        place = texts.places[number][hash_of(newest[:, :length].flip(1), size)].long()
+        for _ in range(LINKS):
+            found.append(place)
+            place = torch.where(place < 0, place, texts.earlier[number][place.clamp(min=0)])
+    end = torch.stack(found, dim=1)  # (B, K)
+    again = (end[:, :, None] == end[:, None]).tril(-1).any(2)  # a place in both tables, or one that was written over
+    agreed = _agreed(texts.corpus, end, newest)
+    tokens = _at(texts.corpus, end[..., None] + 1 + torch.arange(count, device=device)).long()
+    return Places(
+        torch.where(tokens < vocabulary, tokens, BEHIND), torch.where(again | (agreed < min(GRAMS)), 0, agreed)
+    )

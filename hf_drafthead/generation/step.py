@@ -76,8 +76,8 @@ class Stages:
         if isinstance(heads, DynamicTree):
             return cls(reader, drafter, tree, keeps_guesses, heads, observer=drafter)
         values = None
-        if heads is not tree:  # minus a node's depth and ranks, which is less than its parent's
-            values = torch.tensor([[-float(len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
+        if heads is not tree:  # about the logarithm of how likely a node is, less than its parent's
+            values = torch.tensor([[-0.7 * (len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
         observer = drafter if heads is tree or heads.num_nodes > 1 else None
         static = heads.levels(device), heads.topology(device), values
         return cls(reader, drafter, tree, keeps_guesses, heads, *static, observer)
@@ -156,7 +156,7 @@ class Stages:
         return draft_state, Candidates(*best_nodes)
 
     def _with_copies(self, candidates: Candidates, copied: Copies) -> Candidates:
-        """A static tree in which what the text itself suggests takes the place of the least valuable nodes."""
+        """A static tree in which what the text itself suggests takes the place of the least likely nodes."""
         tokens, topology, guesses = candidates
         of_tree = (topology.parents, topology.depths, self.values)
         parents, depths, values = (part.expand_as(tokens) for part in of_tree)

@@ -37,7 +37,7 @@ MAX_NODES = 4096
 MAX_DEPTH = 256
 LOOKUP = "lookup"  # copies from the text in the place of a tree of guesses
 COPIES = 10  # tokens of other texts that are copied where no number is given
-DEFAULT_MATCH = 3  # last tokens that are looked for in the text at first
+DEFAULT_MATCH = 8  # last tokens that are compared with the text
 MAX_MADE = 65_536  # nodes that a dynamic tree guesses in a step, row by row; published trees guess some hundreds
 
 _shown = reprlib.Repr()  # what was given, cut to a length that fits a message
@@ -330,12 +330,12 @@ class DynamicTree:
 
 @dataclass(frozen=True)
 class LookupTree:
-    """A tree in which copies take the place of the least valuable nodes, in rows that have a match.
+    """A tree in which copies take the place of nodes that are less likely, see `generation.lookup`.
 
     Args:
         tree: of the heads; the root alone where copies are all that is guessed.
-        copies: L.
-        longest_match: tokens that are looked for at first.
+        copies: L, at most.
+        longest_match: tokens that are compared.
         vocabulary: tokens of the base.
     """
 

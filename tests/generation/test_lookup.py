@@ -1,6 +1,8 @@
-"""Copies from the text itself: against a search written as a loop, and joined with trees node by node."""
+"""Copies from the text itself: against a count written as loops, and joined with trees node by node."""
 
+import collections
 import functools
+import math
 import os
 
 import pytest
@@ -11,77 +13,90 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from hf_drafthead import DraftTree
-from hf_drafthead.generation.lookup import Copies, copied_from_row, with_copies
+from hf_drafthead.generation.lookup import DESERVED, KEPT, SCANNED, Copies, most_frequent, places_in_row, with_copies
 from hf_drafthead.trees.costs import StepCosts
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation import test_recorded
 
 
-def searched(text, count, longest):
-    """The same by a loop: the longest match first, of equal ones the last; a copy goes on with its own beginning."""
-    for size in range(longest, min(2, longest) - 1, -1):
-        suffix = text[-size:]
-        for end in range(len(text) - 2, size - 2, -1):
-            if len(suffix) == size and text[end - size + 1 : end + 1] == suffix:
-                rest = text[end + 1 :]
-                return [rest[i % len(rest)] for i in range(count)]
-    return None
+def agreement(text, end, longest):
+    """How many of the last tokens agree with those up to a place."""
+    count = 0
+    while count < min(longest, end + 1) and text[end - count] == text[-1 - count]:
+        count += 1
+    return count
+
+
+def counted(text, count, longest=8):
+    """The same by loops: log-probability of each path of tokens, of the places where the most tokens agree."""
+    ends = [end for end in range(len(text) - 2, -1, -1) if text[end] == text[-1]]
+    ends.sort(key=lambda end: -agreement(text, end, min(longest, SCANNED)))
+    places = [(agreement(text, end, longest), text[end + 1 :]) for end in ends[:KEPT]]
+    places.sort(key=lambda place: -place[0])
+    places = [(agreed, [rest[step % len(rest)] for step in range(count)]) for agreed, rest in places]
+    weights, most = collections.Counter(), {}
+    for agreed, copy in places:
+        for depth in range(1, count + 1):
+            weights[tuple(copy[:depth])] += 4.0**agreed
+            most.setdefault(tuple(copy[:depth]), agreed)
+    total, values = sum(4.0**agreed for agreed, _ in places), {}
+    for path, weight in weights.items():
+        odds = [0.37 * (most[path] + step) ** 1.75 for step in range(len(path))]
+        values[path] = math.log(weight / total) + sum(math.log(odd / (1 + odd)) for odd in odds)
+    return values
+
+
+def tree_of(copies, row=0):
+    """Values of the nodes of copies, by their paths of tokens."""
+    tokens, parents, depths, values = (part[row].tolist() for part in copies)
+    paths = {0: ()}
+    for node in range(1, len(tokens)):
+        assert parents[node] < node and depths[node] == depths[parents[node]] + 1
+        paths[node] = (*paths[parents[node]], tokens[node])
+    return {paths[node]: value for node, value in enumerate(values) if node and value > -math.inf}
+
+
+def copied(texts, count, longest=8, vocabulary=100):
+    width = max(map(len, texts)) + 3
+    sequences = torch.tensor([text + [2] * (width - len(text)) for text in texts])  # what lies behind is not looked at
+    return most_frequent(places_in_row(sequences, torch.tensor(list(map(len, texts))), count, longest, vocabulary))
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=24), min_size=1, max_size=3),
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=3),
     st.integers(1, 6),
-    st.integers(1, 4),
+    st.integers(1, 9),
 )
-def test_a_copy_is_what_followed_the_longest_and_latest_match(texts, count, longest):
-    width = max(map(len, texts)) + 3
-    sequences = torch.tensor([text + [2] * (width - len(text)) for text in texts])  # what lies behind is not looked at
-    found, agreed = copied_from_row(sequences, torch.tensor(list(map(len, texts))), count, longest, 100)
-    for text, tokens, matched in zip(texts, found.tolist(), (agreed > 0).tolist()):
-        expected = searched(text, count, longest)
-        assert matched == (expected is not None)
-        assert tokens == (expected or [0] * count)
+def test_copies_are_what_followed_the_most_often(texts, count, longest):
+    found = copied(texts, count, longest)
+    for row, text in enumerate(texts):
+        expected, nodes = counted(text, count, longest), tree_of(found, row)
+        assert {path: round(value, 4) for path, value in nodes.items()}.items() <= {
+            path: round(value, 4) for path, value in expected.items()
+        }.items()
+        assert sorted(nodes.values()) == pytest.approx(sorted(expected.values())[-count:], abs=1e-4)
+
+
+def test_the_more_frequent_continuation_comes_first_and_both_are_there():
+    nodes = tree_of(copied([[1, 5, 6, 2, 1, 5, 7, 3, 1, 5, 6, 4, 1, 5]], 3))
+    assert set(nodes) == {(6,), (7,), (6, 4)} or set(nodes) == {(6,), (7,), (6, 2)}
+    assert nodes[6,] > nodes[7,]
+
+
+def test_the_longest_match_counts_more_than_frequent_short_ones():
+    text = [1, 2, 3, 4, 9, 8, 4, 7, 8, 4, 7, 8, 4, 7, 8, 1, 2, 3, 4]
+    assert max(tree_of(copied([text], 1))) == (9,)
 
 
 def test_ids_beyond_the_vocabulary_are_not_guessed():
-    found, _ = copied_from_row(torch.tensor([[1, 2, 900, 4, 1, 2]]), torch.tensor([6]), 3, 2, vocabulary=100)
-    assert found.tolist() == [[0, 4, 1]]
+    assert set(tree_of(copied([[1, 2, 5, 900, 4, 1, 2]], 3))) == {(5,)}
 
 
 def test_a_prompt_shorter_than_the_match_and_one_repeated_token():
-    found, agreed = copied_from_row(torch.tensor([[7, 0, 0, 0], [7, 7, 7, 7]]), torch.tensor([1, 4]), 2, 3, 100)
-    assert agreed.tolist() == [0, 3] and found.tolist() == [[0, 0], [7, 7]]
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 2), min_size=3, max_size=20), st.integers(0, 2), st.integers(1, 3))
-def test_a_copy_that_was_wrong_is_not_made_again_at_the_same_place(text, token, right):
-    """The place is how far back the copy was taken from; the base has left it after the first `right` tokens."""
-
-    def copied(tokens):
-        found, agreed = copied_from_row(torch.tensor([tokens]), torch.tensor([len(tokens)]), 5, 3, 100)
-        return found[0].tolist() if agreed else None
-
-    first = copied(text)
-    if first is None or first[right - 1] == token:
-        return
-    text = [*text, *first[: right - 1], token]
-    again = copied(text)
-    assert again is None or again == searched(text, 5, 3)
-    places = [back for back in range(1, len(text)) if text[-2:] == text[-2 - back : -back]]
-    wrong = len(text) - right - searched_end(text[:-right])
-    assert wrong not in places
-
-
-def searched_end(text):
-    """Where the match that is copied ends."""
-    for size in (3, 2):
-        for end in range(len(text) - 1, size - 1, -1):
-            if text[end - size : end] == text[-size:]:
-                return end
-    raise AssertionError
+    found = copied([[7], [7, 7, 7, 7]], 2)
+    assert tree_of(found) == {} and set(tree_of(found, 1)) == {(7,), (7, 7)}
 
 
 PATHS = [(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -103,27 +118,42 @@ def in_one_tree(tree, tokens, copied, nodes):
     ]
 
 
+def line(tokens, value):
+    """Copies of one path, in the first of two rows."""
+    depths = torch.arange(len(tokens) + 1)
+    values = torch.tensor([[0.0] + [value] * len(tokens), [0.0] + [-torch.inf] * len(tokens)])
+    parts = (torch.tensor([0, *tokens]), (depths - 1).clamp(min=0), depths)
+    return Copies(*(part.expand(2, -1) for part in parts), values)
+
+
+@pytest.mark.parametrize("value", [-0.5, -2.5, -9.0])
 @pytest.mark.parametrize("copy", [[20, 21, 22], [1, 3, 40], [1, 3, 6], [2, 5, 50], [1, 30, 31]])
-def test_the_copy_takes_the_place_of_the_least_valuable_nodes(copy):
-    tree = DraftTree(PATHS)
-    guessed = [1, 2, 3, 4, 5, 6]
+def test_the_likeliest_nodes_of_heads_and_copies_stand_in_one_tree(copy, value):
+    tree, guessed = DraftTree(PATHS), [1, 2, 3, 4, 5, 6]
     tokens = torch.tensor([[9, *guessed], [9, *guessed]])
-    copied = Copies(torch.tensor([copy, copy]), torch.tensor([True, False]))
-    with_copy, without = in_one_tree(tree, tokens, copied, 7)
-    assert set(without) == {(), (1,), (2,), (1, 3), (1, 4), (2, 5), (1, 3, 6)}
-    line = {tuple(copy[:depth]) for depth in range(4)}
-    assert line <= set(with_copy) and len(set(with_copy)) == 7  # nothing stands there twice
-    # in the order of their value: by depth and ranks, of equal ones the first
-    by_value = [(), (1,), (2,), (1, 3), (1, 4), (2, 5), (1, 3, 6)]
-    rest = [path for path in by_value if path not in line]
-    assert set(with_copy) == line | set(rest[: 7 - len(line)])
+    with_copy, without = in_one_tree(tree, tokens, line(copy, value), 7)
+    values = {(): 0, (1,): -1, (2,): -2, (1, 3): -2, (1, 4): -3, (2, 5): -3, (1, 3, 6): -3}
+    assert set(without) == set(values)
+    path = [tuple(copy[:depth]) for depth in range(1, 4)]
+    values |= {node: max(value, values.get(node, value)) for node in path}
+    assert len(set(with_copy)) == 7  # nothing stands there twice
+    kept = sorted(values.values(), reverse=True)[:7]
+    assert sorted((values[node] for node in with_copy), reverse=True) == kept
+    assert (set(path) <= set(with_copy)) == (value > -3 or copy == [1, 3, 6])
+
+
+def test_copies_branch_below_guesses_and_below_copies():
+    tree = DraftTree([(0,), (0, 0)])
+    parents, depths = torch.tensor([[0, 0, 1, 1, 3]]), torch.tensor([[0, 1, 2, 2, 3]])
+    copies = Copies(torch.tensor([[0, 5, 6, 7, 8]]), parents, depths, -torch.tensor([[0, 1, 2, 3, 4.0]]))
+    (nodes,) = in_one_tree(tree, torch.tensor([[9, 5, 7]]), copies, 5)
+    assert set(nodes) == {(), (5,), (5, 6), (5, 7), (5, 7, 8)}
 
 
 def test_the_root_alone_and_a_copy():
     tokens = torch.tensor([[9], [9]])
-    copied = Copies(torch.tensor([[4, 5], [0, 0]]), torch.tensor([True, False]))
-    with_copy, without = in_one_tree(DraftTree.root_alone(), tokens, copied, 3)
-    assert with_copy == [(), (4,), (4, 5)] and without == [(), (0,), (0, 0)]
+    with_copy, without = in_one_tree(DraftTree.root_alone(), tokens, line([4, 5], -1.0), 3)
+    assert with_copy == [(), (4,), (4, 5)] and len(without) == 3
 
 
 # ---- generate ------------------------------------------------------------------------------------------------------
@@ -232,9 +262,12 @@ def test_a_step_says_how_many_of_its_guesses_were_copies(tree):
     ends, shares = [21, 21], []
     for step, emitted, copied in records:
         for row in range(2) if step else ():
-            expected = searched(rows[row][: ends[row]], 5, 3) or []
-            same = [one == other for one, other in zip(emitted[row][:-1], expected)]
-            assert copied[row] == (same + [False]).index(False)
+            expected, count = counted(rows[row][: ends[row]], 5), 0
+            likeliest = sorted(expected.values(), reverse=True)[4:5]
+            while count < len(emitted[row]) - 1 and tuple(emitted[row][: count + 1]) in expected:
+                count += 1
+            if not likeliest or count and expected[tuple(emitted[row][:count])] > likeliest[0]:
+                assert copied[row] == count
             shares += [copied[row] / len(emitted[row][1:])] if emitted[row][1:] else []
             ends[row] += len(emitted[row])
     assert records[0][2] is None and max(shares) == 1.0 and (tree != "lookup" or min(shares) == 1.0)
@@ -332,7 +365,8 @@ def forwarded(model, **call):
     )
     matched = []
     for tokens in emitted:
-        matched.append(searched(text, 4, 3) is not None)
+        nodes = sorted(counted(text, 4).values())[-4:]
+        matched.append(sum(map(math.exp, nodes)) >= DESERVED)
         text += tokens
     call = {name: value for name, value in call.items() if name in ("input_ids", "eos_token_id", "max_new_tokens")}
     assert torch.equal(output, model.base.generate(**call))

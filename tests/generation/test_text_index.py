@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_drafthead.generation import lookup
-from hf_drafthead.generation.lookup import TextIndex, copied_from
+from hf_drafthead.generation.lookup import TextIndex, places_in
 from tests.bases import VOCABULARY, tiny_base
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
@@ -24,46 +24,63 @@ def random_texts(count, longest=40, seed=0, tokens=VOCABULARY):
     return [torch.randint(3, tokens, (length,), generator=generator).tolist() for length in lengths]
 
 
-def found(index, row, count=5, vocabulary=VOCABULARY):
-    """What an index suggests behind a text, and how many of its last tokens agree."""
+def all_found(index, row, count=5, vocabulary=VOCABULARY):
+    """What an index suggests behind a text, with how many of its last tokens agree, of each place."""
     padded = torch.tensor([[*row, 0, 0], [*row, 7, 7]])
-    tokens, agreed = copied_from(index.on(CPU), padded, torch.tensor([len(row)] * 2), count, vocabulary)
-    assert torch.equal(tokens[0], tokens[1]) and agreed[0] == agreed[1], "what lies behind a row's end counts"
-    return tokens[0].tolist(), int(agreed[0])
+    tokens, agreed = places_in(index.on(CPU), padded, torch.tensor([len(row)] * 2), count, vocabulary)
+    places = [sorted(zip(*part)) for part in zip(agreed.tolist(), tokens.tolist())]
+    assert places[0] == places[1], "what lies behind a row's end counts"
+    return [(agreed, tokens) for agreed, tokens in places[0] if agreed]
+
+
+def found(index, row, count=5, vocabulary=VOCABULARY):
+    """What follows where the most tokens agree, and how many do."""
+    agreed, tokens = max(all_found(index, row, count, vocabulary), default=(0, [-1] * count))
+    return tokens, agreed
 
 
 def searched(texts, row, count=5):
-    """The same by search: the longest of 4, 3, 2 last tokens in any text, of equal ones the last."""
-    for size in (4, 3, 2):
-        for text in reversed(texts if len(row) >= size else []):
-            for end in range(len(text) - 1, size - 1, -1):
-                if text[end - size : end] == row[-size:]:
-                    return [*text[end : end + count]], size
-    return [], 0
+    """The same by search: the latest eight places of the last four tokens, and of the last two."""
+    ends = {}
+    for size in (4, 2):
+        ending = [
+            (number, end)
+            for number, text in enumerate(texts if len(row) >= size else [])
+            for end in range(size, len(text))
+            if text[end - size : end] == row[-size:]
+        ]
+        ends |= dict.fromkeys(ending[-8:])
+    places = []
+    for number, end in ends:
+        text, agreed = texts[number], 0
+        while agreed < min(8, end, len(row)) and text[end - 1 - agreed] == row[-1 - agreed]:
+            agreed += 1
+        places.append((agreed, text[end : end + count]))
+    return sorted(places)
 
 
 def test_what_is_found_is_what_a_search_finds():
     texts = random_texts(60, tokens=12)
     index, sizes = TextIndex(texts, capacity=1 << 17), []
     for row in random_texts(300, longest=12, seed=1, tokens=12):
-        expected, size = searched(texts, row)
-        tokens, agreed = found(index, row)
-        assert agreed == size and tokens[: len(expected)] == expected
-        sizes.append(size)
-    assert all(sizes.count(size) > 10 for size in (0, 2, 3, 4))
+        expected = searched(texts, row)
+        places = [(agreed, [*tokens, -1][: [*tokens, -1].index(-1)]) for agreed, tokens in all_found(index, row)]
+        assert sorted(places) == expected
+        sizes.append(len(expected))
+    assert min(sizes) == 0 and sizes.count(8) > 9 and max(sizes) > 8
 
 
 def test_texts_whose_hashes_are_equal_are_not_taken_for_each_other(monkeypatch):
     monkeypatch.setattr(lookup, "hash_of", lambda grams, size: torch.zeros_like(grams[:, 0]))
     index = TextIndex([[3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13]])
-    assert found(index, [3, 4, 5]) == ([0] * 5, 0)
-    assert found(index, [1, 9, 10, 11, 12]) == ([13, 0, 0, 0, 0], 4)
+    assert found(index, [3, 4, 5])[0][:3] == [6, 7, -1] and found(index, [3, 5]) == ([-1] * 5, 0)
+    assert found(index, [1, 9, 10, 11, 12])[0][0] == 13
 
 
 def test_tokens_that_the_base_does_not_have_are_not_guessed():
     index = TextIndex([[3, 4, 5, 1 << 30, 6]])
-    assert found(index, [3, 4], vocabulary=10) == ([5, 0, 6, 0, 0], 2)
-    assert found(index, [4, 1 << 40], vocabulary=10) == ([0] * 5, 0)
+    assert found(index, [3, 4], vocabulary=10) == ([5, -1, 6, -1, -1], 2)
+    assert found(index, [4, 1 << 40], vocabulary=10) == ([-1] * 5, 0)
 
 
 def test_memory_is_bounded_and_named_texts_stay():
@@ -75,7 +92,7 @@ def test_memory_is_bounded_and_named_texts_stay():
         index.put(text)
     index.put(list(range(1000)))  # of which the end fits
     assert [part.data_ptr() for part in parts] == [part.data_ptr() for part in index.on(CPU)]
-    assert [tuple(part.shape) for part in parts] == [(600,), (3, 1201)]
+    assert [tuple(part.shape) for part in parts] == [(600,), (2, 1201), (2, 600)]
     assert found(index, [997, 998], vocabulary=1000)[0][0] == 999 and found(index, [1, 2], vocabulary=1000)[1] == 0
     for text in named:
         assert found(index, text[:6])[0] == text[6:11]
