@@ -105,9 +105,8 @@ def places_in_row(
     value = torch.where((alike > 0) & (place < last), alike * width + place, -1)
     best = F.pad(value, (0, KEPT), value=-1).topk(KEPT).values  # (B, K)
     end = torch.where(best >= 0, best % width, -1)
-    back = torch.arange(min(longest_match, width), device=device)
-    newest = sequences.gather(1, (last - back).clamp(min=0))
-    newest = torch.where(back <= last, newest, BEHIND)
+    before = torch.arange(min(longest_match, width), device=device)
+    newest = torch.where(before <= last, sequences.gather(1, (last - before).clamp(min=0)), BEHIND)
     period = (last - end).clamp(min=1)[..., None]
     behind = end[..., None] + 1 + torch.arange(count, device=device) % period
     tokens = _at(sequences, behind)
