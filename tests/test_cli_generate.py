@@ -125,7 +125,7 @@ def test_standard_input_is_the_prompt(folder, run, tmp_path):
         (["--system", "S"], "has no chat template: give one with --chat-template FILE, or"),
         (["--system", "S", "--raw"], "--raw leaves the chat template out: drop it, or drop --system and"),
         (["--device", "nonsense"], "--device 'nonsense' is no device: expected auto, cpu, cuda, cuda:1 or mps."),
-        (["--device", "xpu:77"], "--device 'xpu:77' is not available (accelerators found: "),
+        (["--device", "xpu:77"], "--device 'xpu:77' is not available (accelerators: "),
         (["--dtype", "int8"], "--dtype 'int8' is no floating point type: expected auto, float32, bfloat16 or float16."),
         (["--base-model", "./nowhere"], "the base './nowhere' of "),
     ],
@@ -241,7 +241,7 @@ def test_copies_have_a_colour_of_their_own(folder, run, how, tmp_path):
 def test_a_conversation_that_is_full_says_so_and_goes_on(folder, run):
     code, out, err = run("chat", folder / "hydra", "--max-new-tokens", 3, given="x" * 130 + "\ny")
     assert code == 0 and out.endswith("> y\ncde\n")
-    assert "tokens, which leaves no room for an answer in the base's 128 positions: begin a new one." in err
+    assert "tokens, which leaves no room in the base's 128 positions: begin a new one." in err
 
 
 def test_a_conversation_needs_a_template(folder, run):

@@ -32,7 +32,7 @@ from tests.training.chat_templates import tokenizer_with
         (["--set", "learning_rate=fast"], "learning_rate is 'fast': expected a number."),
         (["--set", "max_steps=2.5"], "max_steps is 2.5: expected a whole number."),
         (["--set", "use_cpu=maybe"], "use_cpu is 'maybe': expected true or false."),
-        (["--streaming"], "with streaming the length of an epoch is not known: give the steps with --set max_steps=N."),
+        (["--streaming"], "with streaming no epoch has a known length: give the steps with --set max_steps=N."),
         (["--set", "head_decay=0"], "head_decay is 0: expected a number above 0."),
         (["--set", "per_device_train_batch_size=0"], "per_device_train_batch_size is 0: expected a number above 0."),
         (["--set", "num_train_epochs=0"], "num_train_epochs is 0: expected a number above 0."),

@@ -22,13 +22,8 @@ class Refused(ValueError):
 class Chat:
     """Turns that alternate between user and assistant, behind one system turn or none; tools answer the assistant.
 
-    Attributes:
-        messages: turns with `role` (system, user, assistant or tool), `content` and what `data.rows.EXTRA` names, as
-            chat templates take them.
-        cut: the last answer reached a limit: no end of turn follows it.
-        mapped: what was changed, in words, each kind once.
-        ids: for each answer its tokens as the base wrote them, None where only the text is known.
-        tools: the functions that the assistant may call, as chat templates take them; None without any.
+    `cut`: the last answer reached a limit: no end of turn follows it; `mapped`: what was changed, each kind once;
+    `ids`: for each answer its tokens as the base wrote them, None where only the text is known.
     """
 
     messages: list[dict[str, Any]]
@@ -60,18 +55,10 @@ class Chat:
 
 
 def repaired(messages: Sequence[Mapping[str, Any]] | None, tools: str | None = None) -> Chat:
-    """A chat of known roles in an order that templates understand.
+    """A chat of known roles in an order that templates understand, of turns and tools as in `data.rows`; else Refused.
 
-    Renames roles; drops empty system turns, and answers before the first question; joins system turns at the beginning,
-    and questions that follow one another, by an empty line. Never changes an answer.
-
-    Args:
-        messages: turns with `role` and `content`, and perhaps `cut`, `ids` and `extra`, as in `data.rows`.
-        tools: as in `data.rows`.
-
-    Raises:
-        Refused: no turns, an unknown role, a turn without text, a system turn in the middle, two answers in a row, a
-            tool's answer that none of the assistant's turns can have asked for, or no question.
+    Renames roles; drops empty system turns, and answers before the first question; joins system turns at the
+    beginning, and questions that follow one another, by an empty line. Never changes an answer.
     """
     if not messages:
         raise Refused("it has no turns")

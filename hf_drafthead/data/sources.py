@@ -1,6 +1,6 @@
 """Where rows come from: a file, a folder of files, a folder of `Dataset.save_to_disk`, or a data set by its name.
 
-Files are read record by record here, those of a data set by `datasets`.
+Files are read here, of JSON lines one by one; those of a data set by `datasets`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from hf_drafthead.data.rows import (
     EXPECTED,
@@ -59,15 +59,8 @@ def read_rows(source: str | Path, *, streaming: bool = False, split: str = "trai
 
 
 def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Records of the same sources as they are, with all their fields.
-
-    Args:
-        source: as for `read_rows`.
-        split: of a data set; by default its only one, or the one called `test`.
-
-    Yields:
-        where the record stands, for messages, and the record.
-    """
+    """Records of the same sources as they are, with all their fields, each behind where it stands; `split` is by
+    default the only one of a data set, or the one called `test`."""
     if files := files_of(Path(source)):
         for file in files:
             for place, record in records_of(str(file)):
@@ -126,14 +119,10 @@ def files_of(path: Path) -> list[Path]:
 
 
 def records_of(path: str) -> Iterator[tuple[str, Any]]:
-    """The records of a file, each with its place in it: `line 3`, or `row 2` of an array, counted from 0.
-
-    A text file is one record, or several if it is long.
-
-    Raises:
-        ValueError: the file is not text in UTF-8 or with a byte order mark, not JSON, or nested too deeply.
-    """
-    place = "row 0"
+    """The records of a file, each with its place in it: `line 3`, or `row 2` of an array, counted from 0. A text file
+    is one record, or several if it is long. A ValueError where it is neither UTF-8 text nor marked, no JSON, or nested
+    too deeply."""
+    place = ""
     try:
         with open(path, encoding=encoding_of(path)) as file:
             if path.endswith(TEXTS):
@@ -144,9 +133,10 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
                 pass
             file.seek(0)
             if first == "[":
-                for number, element in enumerate(_array(file, path)):
+                place = "array"
+                for number, element in enumerate(_parsed(file.read(), path, "")):
+                    place = f"row {number}"
                     yield place, readable(element)
-                    place = f"row {number + 1}"
                 return
             for number, line in enumerate(file, start=1):
                 place = f"line {number}"
@@ -159,22 +149,21 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path} {place} is nested more than {MAX_NESTING} levels deep: {EXPECTED}.") from None
 
 
-def _parsed(line: str, path: str, place: str) -> Any:
+def _parsed(text: str, path: str, place: str) -> Any:
+    """What a line holds at its place; of an array, which has none, the line of a mistake is named."""
     try:
-        return json.loads(line)
+        return json.loads(text)
     except ValueError as error:  # also a number of more digits than Python reads
-        why = getattr(error, "msg", error)
+        why, line = getattr(error, "msg", error), getattr(error, "lineno", 0)
+        where = place or (f"line {line}" if line else "array")
         raise ValueError(
-            f"{path} {place} is not JSON ({why}): write one object per line, or one array of them."
+            f"{path} {where} is not JSON ({why}): write one object per line, or an array of them."
         ) from None
 
 
 def readable(value: Any, level: int = 0) -> Any:
-    """What JSON holds, with a replacement character for each half of a character, which no tokenizer takes.
-
-    Raises:
-        RecursionError: it is nested too deeply for what reads it later.
-    """
+    """What JSON holds, with a replacement character for each half of a character, which no tokenizer takes; a
+    RecursionError where it is nested too deeply for what reads it later."""
     if level > MAX_NESTING:
         raise RecursionError
     if isinstance(value, str):
@@ -182,36 +171,6 @@ def readable(value: Any, level: int = 0) -> Any:
     if isinstance(value, dict):
         return {readable(name): readable(inner, level + 1) for name, inner in value.items()}
     return [readable(inner, level + 1) for inner in value] if isinstance(value, list) else value
-
-
-def _array(file: TextIO, path: str) -> Iterator[Any]:
-    """Elements of a JSON array, read piece by piece: a file of chats may be larger than memory."""
-    decoder, text, before = json.JSONDecoder(), "", "["
-    while True:
-        try:
-            text = text.lstrip()
-            if text[:1] == "]" and before == ",":
-                break
-            if text[:1] != before:
-                raise ValueError
-            inner = text[1:].lstrip()
-            element, end = decoder.raw_decode(inner)
-        except ValueError:  # it may only continue after the piece that was read
-            piece = file.read(max(BLOCK_SIZE, len(text)))
-            if not piece:
-                break
-            text += piece
-            continue
-        yield element
-        text, before = inner[end:], ","
-    if "".join((text + file.read()).split()) == ("]" if before == "," else "[]"):
-        return
-    file.seek(0)
-    try:
-        json.load(file)
-    except ValueError as error:  # also a number of more digits than Python reads
-        where, why = (f" line {error.lineno}", error.msg) if isinstance(error, json.JSONDecodeError) else ("", error)
-        raise ValueError(f"{path}{where} is not JSON ({why}): expected an array of chats, and nothing else.") from None
 
 
 def _read_files(files: list[Path], streaming: bool) -> Dataset | IterableDataset:

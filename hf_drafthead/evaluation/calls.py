@@ -36,19 +36,10 @@ def decoding_methods(
 ) -> dict[str, Method]:
     """The base, the heads, and other methods by name, in the order in which they are run.
 
-    Args:
-        model: with draft heads.
-        tokenizer: the base's.
-        tree: of the heads; None for the model's own.
-        acceptance: settings that only the heads are given; `prompt_lookup_num_tokens=0` copies nothing, whatever the
-            calibration says.
-        captured: whether the heads' steps are compiled.
-        compare: `prompt-lookup` and `assistant=PATH`, which decode one prompt at a time; `compiled`, the base with a
-            static cache under `torch.compile`.
-
-    Raises:
-        OSError: there is no model at PATH.
-        ValueError: another name.
+    `acceptance` holds settings that only the heads are given; `prompt_lookup_num_tokens=0` copies nothing, whatever
+    the calibration says. `captured`: whether the heads' steps are compiled. `compare`: `prompt-lookup` and
+    `assistant=PATH`, which decode one prompt at a time; `compiled`, the base with a static cache under `torch.compile`;
+    else a ValueError.
     """
     base, only_heads = model.base, {**(CAPTURED if captured else {}), **(acceptance or {})}
     if only_heads.get("prompt_lookup_num_tokens") == 0:
@@ -70,9 +61,8 @@ def decoding_methods(
         elif kind == ASSISTANT and path:
             more = _assistant(base, tokenizer, path)
         else:
-            raise ValueError(
-                f"--compare {name!r} is not known: expected {PROMPT_LOOKUP}, {ASSISTANT}=PATH or {COMPILED}."
-            )
+            known = f"{PROMPT_LOOKUP}, {ASSISTANT}=PATH or {COMPILED}"
+            raise ValueError(f"--compare {name!r} is not known: expected {known}.")
         methods[name] = _of_base(base, tokenizer, more)
     return methods
 
@@ -87,9 +77,8 @@ def _assistant(base: Any, tokenizer: Any, path: str) -> dict[str, Any]:
         assistant = AutoModelForCausalLM.from_pretrained(path, dtype=base.dtype).to(base.device).eval()
         theirs = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise OSError(
-            f"no assistant could be read at {path!r} ({one_line(error)}): give a model's folder or id."
-        ) from None
+        why = one_line(error)
+        raise OSError(f"no assistant could be read at {path!r} ({why}): give a model's folder or id.") from None
     if theirs.get_vocab() == tokenizer.get_vocab():
         return {"assistant_model": assistant}
     return {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": theirs}
@@ -104,11 +93,9 @@ def sampling(temperature: float | None, lookup: int | None = None) -> dict[str, 
 
 
 def as_tokens(model: Any, settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Settings of a call that returns the tokens of one text for each prompt, whatever the model's generation config.
-
-    The tokenizer is among them where this, or the settings, name strings at which a text ends, or ask for healing; a
-    pad token that the base does not embed is replaced, for it is what the base reads behind the end of a row.
-    """
+    """Settings of a call that returns the tokens of one text for each prompt, whatever the model's generation config:
+    the tokenizer where they name strings at which a text ends, or ask for healing; and no pad token that the base
+    cannot embed."""
     effective = {**vars(model.generation_config), **settings}
     call = {**settings, **TOKENS_ALONE}
     if tokenizer is not None and (effective.get("stop_strings") or effective.get("token_healing")):
@@ -167,14 +154,10 @@ def batched(questions: Sequence[Question], batch_size: int) -> list[list[Questio
 
 
 def encode(model: Any, tokenizer: Any, texts: Sequence[str], *, special_tokens: bool = True) -> dict[str, torch.Tensor]:
-    """The texts as `input_ids` and `attention_mask` (B, T), padded on the left, on the base's device.
-
-    The tokenizer adds its `special_tokens` in front, which it should not where a chat template has written them; what
-    some add behind every text, its end, is left out, for the text goes on.
-
-    Raises:
-        ValueError: a text is empty, or has a token that the base does not embed.
-    """
+    """The texts as `input_ids` and `attention_mask` (B, T), padded on the left, on the base's device. The tokenizer
+    adds its `special_tokens` in front, which it should not where a chat template has written them; what some add behind
+    every text is left out, for the text goes on. A ValueError for an empty text, or a token that the base does not
+    embed."""
     if not all(texts):
         raise ValueError("the prompt is empty: give the text to continue.")
     rows = tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
@@ -228,10 +211,8 @@ def has_room(model: Any, length: int, max_new_tokens: int) -> bool:
 def check_room(model: Any, length: int, max_new_tokens: int, where: str = "") -> None:
     """Raise a ValueError, which begins with `where`, for a prompt that leaves the base no room for its answer."""
     if not has_room(model, length, max_new_tokens):
-        raise ValueError(
-            f"{where}a prompt of {length} tokens and {max_new_tokens} new ones exceed the base's "
-            f"{positions_of(model)} positions: shorten the prompt, or ask for fewer tokens."
-        )
+        what = f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the base's {positions_of(model)}"
+        raise ValueError(f"{where}{what} positions: shorten the prompt, or ask for fewer tokens.")
 
 
 def new_rows(

@@ -42,17 +42,8 @@ def sample(
     special_tokens: bool = True,
     **settings: Any,
 ) -> Sample:
-    """Continue one prompt.
-
-    Args:
-        model: a model with draft heads.
-        tokenizer: its base's.
-        prompt: the text to continue.
-        tree: draft tree, or a published one's name; None for the model's own.
-        on_piece: called with every piece as soon as its step is committed; only then are copies told from guesses.
-        special_tokens: see `encode`.
-        settings: for `generate`.
-    """
+    """Continue one prompt, with `settings` of `generate`; a tree of None is the model's own. `on_piece` is called with
+    every piece as soon as its step is committed; only then are copies told from guesses."""
     inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
     copied: list[int] = []
     if on_piece is not None:
@@ -110,11 +101,8 @@ class Spelling:
 
 
 class PieceStreamer(BaseStreamer):
-    """Passes on every piece of the new text with its depth, as soon as its step is committed.
-
-    `generate` gives it the tokens as its streamer, then the step that they were of through `on_step`. Where the base
-    decodes by itself there are no steps, and every token is passed on when the next one comes.
-    """
+    """Passes on every piece of the new text with its depth, as soon as its step is committed, which `generate` says
+    through `on_step`. Where the base decodes by itself, every token is passed on when the next one comes."""
 
     def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object]):
         self._spelling = Spelling(tokenizer)
@@ -174,21 +162,16 @@ class Conversation:
         self.messages = list(self._system)
 
     def ask(self, question: str, on_piece: Callable[[str, int], object] | None = None) -> Sample:
-        """The model's answer to a question; both become part of the conversation.
-
-        Raises:
-            ValueError: the template refuses the conversation, or it leaves the base no room for an answer.
-        """
+        """The model's answer to a question; both become part of the conversation. A ValueError where there is
+        no room."""
         asked = [*self.messages, {"role": "user", "content": question}]
         text = chat_text(self.tokenizer, asked)
         length = encode(self.model, self.tokenizer, [text], special_tokens=False)["input_ids"].shape[1]
         positions = positions_of(self.model)
         room = self.settings["max_new_tokens"] if positions is None else positions - length
         if room < 1:
-            raise ValueError(
-                f"the conversation has {length} tokens, which leaves no room for an answer in the base's {positions} "
-                "positions: begin a new one."
-            )
+            what = f"the conversation has {length} tokens, which leaves no room in the base's {positions} positions"
+            raise ValueError(f"{what}: begin a new one.")
         settings = {**self.settings, "max_new_tokens": min(self.settings["max_new_tokens"], room)}
         written = sample(
             self.model, self.tokenizer, text, tree=self.tree, on_piece=on_piece, special_tokens=False, **settings

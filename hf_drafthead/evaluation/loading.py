@@ -35,10 +35,8 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     except OSError as error:
         if "trust_remote_code" not in str(error.__cause__):
             raise
-        raise OSError(
-            f"the base of {name!r} has its own model code, which runs only if you trust it: read it, then give "
-            "--trust-remote-code (trust_remote_code=True)."
-        ) from error
+        what = f"the base of {name!r} has its own model code, which runs only if you trust it"
+        raise OSError(f"{what}: read it, then give --trust-remote-code (trust_remote_code=True).") from error
     trust = {"trust_remote_code": True} if kwargs.get("trust_remote_code") else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **trust, revision=kwargs.get("revision", "main"))
@@ -55,24 +53,17 @@ def process_state() -> PartialState:
 def load_arguments(
     dtype: str = "auto", device: str | None = None, base_model: str | None = None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Keyword arguments of `load` for the options of a command.
-
-    Without a device: the GPU of this process, all GPUs if there is one process, and the CPU where there is no GPU.
-
-    Raises:
-        ValueError: there is no such type, or no such device here.
-    """
+    """Keyword arguments of `load` for the options of a command; a ValueError where there is no such type, or device
+    here. Without a device: the GPU of this process, all GPUs if there is one process, and the CPU where there is no
+    GPU."""
     check_device(device)
     place: Any = device
     if place is None and torch.cuda.is_available():
         state = process_state()
         place = "auto" if state.num_processes == 1 else state.device
-    arguments = {
-        "dtype": floating_type(dtype),
-        "device_map": None if place in (None, "cpu") else "auto" if place == "auto" else {"": place},
-        "base_model": base_model,
-        "trust_remote_code": trust_remote_code or None,
-    }
+    arguments: dict[str, Any] = {"dtype": floating_type(dtype), "base_model": base_model}
+    arguments["device_map"] = None if place in (None, "cpu") else "auto" if place == "auto" else {"": place}
+    arguments["trust_remote_code"] = trust_remote_code or None
     return {name: value for name, value in arguments.items() if value is not None}
 
 
@@ -96,9 +87,7 @@ def check_device(name: str | None) -> None:
     present = 0 if kind is None else torch.accelerator.device_count()
     if kind is None or kind.type != wanted.type or (wanted.index or 0) >= present:
         there = "none" if kind is None else f"{present} of type {kind.type!r}"
-        raise ValueError(
-            f"--device {name!r} is not available (accelerators found: {there}): give another, or leave it."
-        )
+        raise ValueError(f"--device {name!r} is not available (accelerators: {there}): give another, or none.")
 
 
 def summarize(name: str) -> dict[str, Any]:

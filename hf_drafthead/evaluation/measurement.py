@@ -128,14 +128,8 @@ class Measurement:
 
 
 def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = (), **how: Any) -> Measurement:
-    """The figures of some rounds.
-
-    Args:
-        model: what was measured.
-        rounds: at least one.
-        compared: methods that were asked for, also those that could not run.
-        how: fields of `Measurement` on how it was measured, and how it ended.
-    """
+    """The figures of some rounds, at least one, with those of `compared` methods, also such that could not run; `how`
+    are fields of `Measurement` on how it was measured, and how it ended."""
     steps = [step for batch in rounds for step in batch.steps]
     names = dict.fromkeys(name for batch in rounds for name in batch.runs)
     by_repeat = {name: paces(rounds, name) for name in names}
@@ -217,11 +211,9 @@ def identity(model: Any) -> dict[str, Any]:
 
 
 def time_split(steps: Sequence[StepRecord]) -> dict[str, float] | None:
-    """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step.
-
-    The clock waits for the device at both ends of every stage, which slows a GPU down: these figures and the speed are
-    taken from separate runs. The stages of a captured step are one program, of which only the whole is timed.
-    """
+    """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step. The
+    clock waits for the device around each stage, so the speed comes from separate runs; of a captured step the whole is
+    timed."""
     if not steps:
         return None
     stages = [stage for stage in STAGES if any(stage in step.seconds for step in steps)]
@@ -299,13 +291,8 @@ def histogram(accepted_lengths: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 def guess_depths(accepted_lengths: torch.Tensor, copied: Sequence[int] = ()) -> list[int]:
-    """For each new token of one row: the depth of the guess that it was, 0 for the base's own, COPIED for a copy.
-
-    The first token is the prompt's and the last of every step is the base's, so a step of three tokens reads 1, 2, 0.
-
-    Args:
-        accepted_lengths: (S,), one row.
-        copied: of each step, how many accepted guesses were copies from the text, as far as that is known.
+    """For each new token of one row, of which (S,) were accepted and so many of these copied in each step: the depth of
+    the guess that it was, 0 for the base's own, COPIED for a copy. The last token of every step is the base's.
 
     >>> guess_depths(torch.tensor([3, 1, 2, 0]), copied=[0, 0, 1])
     [0, 1, 2, 0, 0, -1, 0]

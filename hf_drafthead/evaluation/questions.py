@@ -109,11 +109,8 @@ def question_of(row: Any, where: str) -> Question:
 
 
 def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
-    """What the model is to continue: the prompt itself, or the conversation up to the next answer.
-
-    A conversation holds the special tokens that its template writes: tokenize it without adding others. A ValueError
-    where the template refuses it.
-    """
+    """What the model is to continue: the prompt itself, or the conversation up to the next answer, with the special
+    tokens that its template writes."""
     if not question.chat:
         whole = question.turns[0]
         return whole if question.beginning is None else beginning_of(tokenizer, whole, question.beginning)
@@ -135,18 +132,9 @@ def need_template(tokenizer: Any, where: str = "") -> None:
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the conversation") -> str:
-    """A conversation in the tokenizer's chat template, up to where the next answer begins.
-
-    For a template without system turns the system message is put in front of the first question.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: turns of `system`, `user` and `assistant`; the last one is the user's.
-        where: the name of the conversation in error messages.
-
-    Raises:
-        ValueError: the template refuses the conversation.
-    """
+    """A conversation in the tokenizer's chat template, up to where the next answer begins; for a template without
+    system turns the system message is put in front of the first question. A ValueError, which names `where`, if it is
+    refused."""
     turns = [dict(message) for message in messages]
     if turns[0]["role"] == "system":
         with suppress(ValueError):  # the template refuses system turns
@@ -168,7 +156,6 @@ def _references(reference: Any, where: str) -> tuple[tuple[str, ...], ...]:
     turns = [reference] if isinstance(reference, str) else reference or []
     several = [[turn] if isinstance(turn, str) else turn for turn in turns] if isinstance(turns, list) else [turns]
     if not all(isinstance(answers, list) and all(isinstance(text, str) for text in answers) for answers in several):
-        raise ValueError(
-            f'{where} has the "reference" {json.dumps(reference, default=str)}: expected a text, or some per turn.'
-        )
+        shown = json.dumps(reference, default=str)
+        raise ValueError(f'{where} has the "reference" {shown}: expected a text, or some per turn.')
     return tuple(tuple(text for text in answers if text) for answers in several)

@@ -58,15 +58,10 @@ class BaseCall:
 
     @torch.no_grad()
     def margin(self, row: int, text: list[int], token: int) -> tuple[float, float, float]:
-        """The margin between the token that the base chose after `text`, of new tokens, and another one.
-
-        The raw logits are changed: the other token's up, all others down, each by half the margin. The change thus
-        passes through every processor and, in sampling, is combined with the noise that the base drew here.
-
-        Returns:
-            the smallest margin with which the base chooses `token`, infinite where none does; by how much that raises
-            its probability, as the processors leave it; and the margin that rounding explains.
-        """
+        """The least margin with which the base chooses a token after `text` in the place of its own, infinite where
+        none does; by how much that raises its probability, as the processors leave it; and the margin that rounding
+        explains. The raw logits are changed, so that the change passes every processor and the noise that the base drew
+        here: the other token's up, all others down, each by half the margin."""
         single = {name: tensor[row : row + 1] for name, tensor in self.prompts.items()}
         prefix = torch.cat([single["input_ids"], single["input_ids"].new_tensor([text])], dim=1)
         mask = torch.cat([single["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
@@ -76,7 +71,10 @@ class BaseCall:
         processors = self._processors(single)
         noise = None
         if self.settings.get("do_sample"):
-            noise = _noise(logits, len(self.prompts["input_ids"]), len(text), self.seed)[row : row + 1]
+            torch.manual_seed(self.seed)
+            for _ in range(len(text) + 1):  # `torch.multinomial(p, 1)` is `argmax(p / noise)`, drawn at each position
+                every = logits.new_empty(len(self.prompts["input_ids"]), logits.shape[-1]).exponential_(1)
+            noise = every[row : row + 1]
 
         def scores_at(margin: float) -> torch.Tensor:
             disturbed = logits - margin / 2
@@ -125,11 +123,3 @@ def counted(texts: int, differences: Sequence[FirstDifference]) -> dict[str, Any
         "largest_margin": max((tie.margin or 0.0 for tie in ties), default=None),
         "largest_probability_margin": max((tie.probability_margin or 0.0 for tie in ties), default=None),
     }
-
-
-def _noise(like: torch.Tensor, rows: int, position: int, seed: int) -> torch.Tensor:
-    """(B, V) the noise of one position; `torch.multinomial(p, 1)` is `argmax(p / noise)`, drawn again at each."""
-    torch.manual_seed(seed)
-    for _ in range(position + 1):
-        noise = like.new_empty(rows, like.shape[-1]).exponential_(1)
-    return noise

@@ -132,11 +132,7 @@ class Verdict:
         return not self.unverified and (none if self.about["exact"] else not self.counts["faults"])
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
-        """What was seen in all and in each check, every near tie, and the shortest prompt of a fault.
-
-        `identical` is whether every text was the base's, token by token; `passed`, whether rounding explains every
-        difference, and something was guessed in every check.
-        """
+        """What was seen in all and in each check, every near tie, and the shortest prompt of a fault."""
         counts = self.counts
         return {
             **self.about,
@@ -273,11 +269,8 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
 def with_guesses(
     model: Any, inputs: Mapping[str, Any], settings: Mapping[str, Any], seed: int
 ) -> tuple[Any, bool | None]:
-    """A call of the heads that guesses, with a small tree where the model's own choice is to guess nothing.
-
-    Returns:
-        its output, and whether it guessed; None where it has no step to guess in.
-    """
+    """The output of a call of the heads that guesses, with a small tree where the model's own choice is to guess
+    nothing, and whether it guessed; None where it has no step to guess in."""
     named = {"draft_tree": small_paths(*model._guesses_among())} if model.drafter.copies is None else {}
     for more in ({}, named):
         nodes = [0]

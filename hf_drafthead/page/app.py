@@ -33,11 +33,7 @@ class Page:
         self._running: tuple[str | None, SideBySide] | None = None  # and the visitor who started it
 
     def generate(self, asked: Asked, visitor: str | None) -> Iterator[dict[str, Any]]:
-        """Decode one prompt on both sides.
-
-        Raises:
-            gr.Error: with one line, where the input or a setting cannot be used.
-        """
+        """Decode one prompt on both sides; a `gr.Error` of one line, where the input or a setting cannot be used."""
         try:
             running = asked.comparison(self.model, self.tokenizer)
             before = drawing.conversation(asked.conversation) if asked.chat else drawing.prompt(asked.written)
@@ -231,11 +227,8 @@ def settings(max_new_tokens: int) -> dict[str, Any]:
 
 
 def launch(blocks: gr.Blocks, *, host: str, port: int, open_browser: bool = False, block: bool = True) -> str:
-    """Serve a page, until it is interrupted or, without `block`, from a thread; its address.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serve a page, until it is interrupted or, without `block`, from a thread; its address. An OSError if the port is
+    taken."""
     _, address, _ = blocks.launch(
         server_name=host,
         server_port=port,

@@ -108,11 +108,7 @@ class SideBySide:
         }
 
     def run(self) -> Iterator[None]:
-        """Start, and come back every tenth of a second and once more at the end; read `sides` in between.
-
-        Raises:
-            Exception: what `generate` raised on either side.
-        """
+        """Start, and come back every tenth of a second and once more at the end; raises what `generate` raised."""
         threads = [threading.Thread(target=self._write, args=(side,), daemon=True) for side in self.sides.values()]
         for thread in threads:
             thread.start()
@@ -228,12 +224,7 @@ class Asked:
         return [*self.messages, {"role": "user", "content": self.written}]
 
     def comparison(self, model: Any, tokenizer: Any) -> SideBySide:
-        """The two generations, ready to run.
-
-        Raises:
-            TypeError, ValueError: an empty prompt, one that leaves no room for the answer, or a setting that does
-                not fit.
-        """
+        """The two generations, ready to run; a TypeError or ValueError of what does not fit."""
         settings = {"max_new_tokens": self.max_new_tokens, **sampling(self.temperature)}
         settings = as_tokens(model, settings, tokenizer)
         inputs, drafting = self._encoded(model, tokenizer), self._drafting(model)

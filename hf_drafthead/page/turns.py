@@ -25,16 +25,9 @@ class Stopped(Exception):
 
 
 class Turns:
-    """Lets named runs compute one at a time.
-
-    Args:
-        names: of the runs; the first begins.
-        device: whose queued work belongs to the run that queued it.
-        seed: where the random numbers of every run begin.
-        slice_seconds: how long a run computes before another one may.
-
-    A run calls `pause` often; everything between `with turns.hold(name)` and its end is timed, its pauses excepted.
-    """
+    """Lets named runs compute one at a time, of which the first begins; the work queued on the device belongs to the
+    run that queued it, and the random numbers of each begin at `seed`. A run calls `pause` often; everything between
+    `with turns.hold(name)` and its end is timed, its pauses excepted."""
 
     def __init__(self, names: Sequence[str], device: torch.device, *, seed: int, slice_seconds: float = SLICE):
         self._device = device
@@ -58,11 +51,7 @@ class Turns:
             self._release(name, leaving=True)
 
     def pause(self, name: str) -> None:
-        """Let another run continue if this one has computed long enough.
-
-        Raises:
-            Stopped: `stop` was called.
-        """
+        """Let another run continue if this one has computed long enough; Stopped once `stop` was called."""
         if self._stopping:
             raise Stopped
         if self._since is not None and time.perf_counter() - self._since >= self._slice:

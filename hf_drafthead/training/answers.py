@@ -84,13 +84,10 @@ class Sampling:
         if not 0 <= self.greedy <= 1:
             raise ValueError(f"greedy is {self.greedy}: expected a share from 0 to 1.")
         if self.greedy < 1 and self.temperature == 0:
-            raise ValueError(
-                f"temperature is 0, but greedy is {self.greedy}: give greedy=1 (--greedy 1), or a temperature."
-            )
+            raise ValueError(f"greedy is {self.greedy} at temperature 0: give greedy=1 (--greedy 1), or a temperature.")
 
 
 def at_least_one(**counts: int) -> None:
-    """Refuse counts below 1, by their names."""
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: expected at least 1.")
@@ -107,20 +104,10 @@ def is_greedy(index: int, share: float) -> bool:
 
 @dataclass
 class Task:
-    """A row that is being answered: its prompt, and the base's answers so far.
-
-    Attributes:
-        index: the row's place in the data, or among the base's own chats.
-        questions: of a chat, those that are not asked yet, the next one first.
-        messages: system, questions asked and the base's answers.
-        given: the beginning of a text; text, ids: that with the base's continuation, and the continuation's tokens.
-        answers: number of answers so far.
-        done, refused: whether no question is left; then why there is no answer at all.
-        tools: the functions that a chat's assistant may call.
-        to_write: number of questions, or beginnings of texts, that the base is still to write itself.
-        plain: the base writes a text, not a chat.
-        greedy: whether its answers are, at whatever temperature others are sampled.
-    """
+    """A row that is being answered: its place in the data, or among the base's own chats; the questions of a chat that
+    are not asked yet; the turns so far; or the given beginning of a text, and that with its continuation, whose tokens
+    are `ids`. `done`: no question is left; `refused`: why there is no answer at all; `to_write`: questions, or
+    beginnings of texts (`plain`), that the base is still to write itself."""
 
     index: int
     questions: list[str] = field(default_factory=list)
@@ -161,22 +148,11 @@ class Answer(NamedTuple):
 
 
 class Writer:
-    """What all that answer have in common: they begin tasks, and take what was written into them.
-
-    Args:
-        tokenizer: a fast one, with a chat template if there are chats; None where a server needs none.
-        sampling: how answers are written.
-
-    Attributes:
-        report: what was written so far.
-        asked: `same_words` of first questions that are not to be asked again.
-        in_vain: chats without a question since the last one with any.
-        most_refused: rows that may be refused, with none answered, before a run ends; None for any number.
-
-    Raises:
-        ValueError: the base is to write questions, but its chat template does not show a lone one; or texts, and the
-            tokenizer has no token with which one begins, or ends.
-    """
+    """What all that answer have in common: they begin tasks, and take what was written into them. `asked` holds
+    `same_words` of first questions that are not to be asked again, `in_vain` counts chats without a question since the
+    last one with any; after `most_refused` rows that may not be asked, with none answered, a run ends. The tokenizer
+    may be None where a server needs none; a ValueError where it can write none of the questions or texts that are asked
+    for."""
 
     most_refused: int | None = None
     writes_texts = True  # where there is no chat template
@@ -196,15 +172,16 @@ class Writer:
     def _begin_questions(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:
             lacking = f"the tokenizer of {self.tokenizer.name_or_path!r} has no chat template"
-            advice = (
-                "give the one it was trained with (--chat-template FILE, tokenizer.chat_template), or data (--data)."
-            )
-            if not self.writes_texts:
-                raise ValueError(f"{lacking}, which tells where a base would write a question: {advice}.")
+            why = "" if self.beginning() else ", and no token with which a text begins or ends"
             if (self.sampling.turns or 0) > 1:
-                raise ValueError(f"{lacking}, so that the base writes plain texts, which have no turns: {advice}.")
-            if not self.beginning():
-                raise ValueError(f"{lacking}, and no token with which a text begins or ends: {advice}.")
+                why = ", so that the base writes plain texts, which have no turns"
+            if not self.writes_texts:
+                why = ", which tells where a base would write a question"
+            if why:
+                raise ValueError(
+                    f"{lacking}{why}: give the one it was trained with (--chat-template FILE, "
+                    "tokenizer.chat_template), or data (--data)."
+                )
             return
         try:
             self.chats = ChatEncoder(self.tokenizer)
@@ -217,17 +194,13 @@ class Writer:
             raise ValueError(f"the base cannot write questions ({why}): give questions (--data).") from None
 
     def beginning(self) -> list[int]:
-        """What a base is given to write a text of its own: the tokens that begin one, or that end the one before."""
+        """The tokens that begin a text of the base's own, or that end the one before."""
         begin, end = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         return frame(self.tokenizer)[0] or [token for token in (begin, end) if token is not None][:1]
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
-        """A task for a row; the answers in the row are ignored.
-
-        Raises:
-            Refused: it holds neither text nor a chat that can be understood, or its prompt is too long.
-            ValueError: there is no tokenizer to cut a plain text, or no chat template for a chat.
-        """
+        """A task for a row, whose answers are ignored; Refused where it holds nothing that can be asked, or too much, a
+        ValueError where a tokenizer or a chat template is missing."""
         row = as_row(row)
         if row["messages"] is not None or row["turns"] is not None:
             asked = self.fitted(_questions(row))
@@ -258,11 +231,9 @@ class Writer:
         """Nothing is answered any more."""
 
     def fitted(self, chat: Chat) -> Chat:
-        """A chat as it can be asked."""
         return chat if self.chats is None else self.chats.fit(chat)
 
     def has_room(self, task: Task) -> bool:
-        """Whether there is room for what is to be written next."""
         return True
 
     def temperature(self, task: Task) -> float:
@@ -274,31 +245,21 @@ class Writer:
         return f"{self.sampling.seed}/{task.index}/{'question' * task.asks}{task.answers}"
 
     def take_question(self, task: Task, words: str, reason: str | None) -> None:
-        """Put a question into the task, or end the task before it where there is a reason.
-
-        Args:
-            words: of the question.
-            reason: why it is dropped, if that is known.
-        """
+        """Put a question into the task, or end the task before it where there is a reason to drop it."""
         self.report.questions += 1
         reason = reason or why_no_question(words)
         if not task.messages and reason is None:
             reason = DUPLICATE if same_words(words) in self.asked else None
             self.asked.add(same_words(words))
         if reason is None:
+            before = task.messages
             task.to_write -= 1
-            if task.plain:
-                task.given = words
-            else:
-                task.messages.append({"role": "user", "content": words})
+            task.given = words if task.plain else None
+            task.messages = before if task.plain else [*before, {"role": "user", "content": words}]
             if self.has_room(task):
                 self.in_vain = 0
                 return
-            if task.plain:
-                task.given = None
-            else:
-                task.messages.pop()
-            reason = CUT
+            task.given, task.messages, reason = None, before, CUT
         self.report.dropped[reason] += 1
         task.done = True
         if not task.messages:
@@ -335,13 +296,11 @@ class Writer:
         task.messages.append(turn if answer.ended else {**turn, "cut": True})
         if not answer.ended or answer.calls:  # nobody answers the calls
             return
-        if task.questions:
-            task.messages.append({"role": "user", "content": task.questions.pop(0)})
-            task.done = not self.has_room(task)
-            if task.done:
-                task.messages.pop()
-        elif task.to_write:
-            task.done = not self.has_room(task)
+        asked = [{"role": "user", "content": task.questions.pop(0)}] if task.questions else []
+        task.messages += asked
+        task.done = not ((asked or task.to_write) and self.has_room(task))
+        if task.done and asked:
+            task.messages.pop()
 
     def _why_unusable(self, task: Task, answer: Answer, turn: dict[str, Any]) -> str | None:
         """Why an answer cannot be trained on: it says nothing, or the base's template does not show all of it."""
@@ -367,11 +326,8 @@ def _questions(row: Mapping[str, Any]) -> Chat:
 
 
 class Answerer(Writer):
-    """A model in this process, with draft heads or without, which answers in batches.
-
-    Raises:
-        ValueError: as `Writer` does, or the chat template leaves no room for a question.
-    """
+    """A model in this process, with draft heads or without, which answers in batches; a ValueError as of `Writer`, or
+    where the chat template leaves no room for a question."""
 
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling) -> None:
         super().__init__(tokenizer, sampling)
@@ -399,9 +355,8 @@ class Answerer(Writer):
         prompt = self._prompt(task)
         refuse_unknown(self.tokenizer, prompt, self.model.config.get_text_config().vocab_size)
         if self._room(task, prompt) < 1:
-            raise Refused(
-                f"its prompt of {len(prompt)} tokens leaves no room for an answer in {self.sampling.max_length}"
-            )
+            most = self.sampling.max_length
+            raise Refused(f"its prompt of {len(prompt)} tokens leaves no room for an answer in {most}")
         return task
 
     def answer(self, tasks: list[Task]) -> None:
@@ -409,10 +364,10 @@ class Answerer(Writer):
         prompts = [self._prompt(task) for task in tasks]
         limits = [self._room(task, prompt) for task, prompt in zip(tasks, prompts)]
         for limit in sorted(set(limits)):
-            group = [number for number in range(len(tasks)) if limits[number] == limit]
-            part, its_prompts = [tasks[number] for number in group], [prompts[number] for number in group]
-            for task, prompt, ids in zip(part, its_prompts, self._generate(part, its_prompts, limit)):
-                self.take_ids(task, prompt, ids)
+            part = [number for number, its_limit in enumerate(limits) if its_limit == limit]
+            written = self._generate([tasks[number] for number in part], [prompts[number] for number in part], limit)
+            for number, ids in zip(part, written):
+                self.take_ids(tasks[number], prompts[number], ids)
 
     def take_ids(self, task: Task, prompt: list[int], ids: list[int]) -> None:
         """Put what was written behind a prompt into the task."""
@@ -420,7 +375,9 @@ class Answerer(Writer):
         within = ids[:-1] if ended else ids
         words = self._words(prompt, within)
         if not task.asks:
-            stopped = not ended and self._holds_stop_string(words)
+            strings = self.model.generation_config.stop_strings or ()
+            held = (string in words for string in ([strings] if isinstance(strings, str) else strings))
+            stopped = not ended and any(held)
             # behind a stop string no token ends the turn, so that the tokens alone do not show where it ends
             answer_ids = None if stopped and task.given is None else ids
             self.take(task, Answer(words, ended or stopped, len(ids), answer_ids))
@@ -432,12 +389,7 @@ class Answerer(Writer):
         reason = CONTROL if self._control & set(within) else None if ended else CUT
         self.take_question(task, words if task.plain else words.strip(), reason)
 
-    def _holds_stop_string(self, words: str) -> bool:
-        strings = self.model.generation_config.stop_strings or ()
-        return any(string in words for string in ([strings] if isinstance(strings, str) else strings))
-
     def fitted(self, chat: Chat) -> Chat:
-        """A chat as the template can show it."""
         return (self.chats or ChatEncoder(self.tokenizer)).fit(chat)  # which says that there is no template
 
     def has_room(self, task: Task) -> bool:
@@ -487,15 +439,11 @@ class Answerer(Writer):
             tokens = row[width:].tolist()
             length = next((place + 1 for place, token in enumerate(tokens) if token in self._ends), len(tokens))
             if strings:
-                length = min(length, self._stopped(row, width, strings))
+                holds: Any = StopStringCriteria(self.tokenizer, strings)
+                behind = range(1, length + 1)
+                length = next((at for at in behind if bool(holds(row[None, : width + at], None).any())), length)
             written.append(tokens[:length])
         return written
-
-    def _stopped(self, row: torch.Tensor, width: int, strings: str | list[str]) -> int:
-        """Behind how many tokens of an answer in a row (P + D,) it holds one of the strings that end it, or D."""
-        holds = StopStringCriteria(self.tokenizer, strings)
-        ends = range(width + 1, len(row) + 1)
-        return next((end for end in ends if bool(holds(row[None, :end], None).any())), len(row)) - width  # type: ignore[arg-type]
 
     def _words(self, prompt: list[int], tokens: list[int]) -> str:
         """Tokens as text; behind their prompt, for some tokenizers drop a space at the very beginning."""
@@ -507,10 +455,8 @@ class Answerer(Writer):
 
 
 def one_text(model: Any) -> dict[str, Any]:
-    """Settings of `generate` with which a model writes one text for each prompt, whatever its generation config says.
-
-    What changes the text, such as a penalty, stays as it is there.
-    """
+    """Settings of `generate` with which a model writes one text for each prompt, whatever its generation config
+    says."""
     stored = vars(model.generation_config)
     return {name: value for name, value in ONE_TEXT.items() if name in stored and stored[name] not in (None, value)}
 
@@ -523,16 +469,9 @@ def writes_in_place(model: Any) -> bool:
 class RowDraws(LogitsProcessor):
     """Makes the greedy choice a draw from the processed distribution, for the rows with a temperature.
 
-    The token drawn is the first whose cumulative probability exceeds a uniform number. The numbers of a row come from
-    a key of its own, so neither the batch nor the place where an interrupted run was resumed can change the draw; and
-    there is one for each position, not one for each token of the vocabulary.
-
-    Args:
-        keys: of the rows.
-        prompt_length: P.
-        new_tokens: D.
-        temperatures: of the rows, 0 for those that stay greedy.
-        top_p: 1.0 keeps all tokens.
+    The token drawn is the first whose cumulative probability exceeds a uniform number. The numbers of a row come
+    from a key of its own, one for each new position, so neither the batch nor the place where an interrupted run was
+    resumed can change it.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args, get_type_hints
@@ -164,9 +164,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
             ("recipe", (None, "paper", "quick")),
         ):
             if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}: expected one of {', '.join(map(repr, filter(None, choices)))}."
-                )
+                known = ", ".join(map(repr, filter(None, choices)))
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {known}.")
 
     @classmethod
     def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":
@@ -183,24 +182,23 @@ class DraftHeadTrainingArguments(TrainingArguments):
         """
         argument_names = {argument.name for argument in fields(cls) if argument.init}
         if unknown := sorted(set(arguments) - argument_names):
-            raise TypeError(
-                f"{unknown[0]!r} is no training argument: {_meant(unknown[0], argument_names)} A field of the "
-                f"heads' config is given in fields={{{unknown[0]!r}: ...}}."
-            )
+            name, meant = unknown[0], _meant(unknown[0], argument_names)
+            of_config = f"A field of the heads' config is given in fields={{{name!r}: ...}}."
+            raise TypeError(f"{name!r} is no training argument: {meant} {of_config}")
         recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
         quick = QUICK if recipe == "quick" else {}
         return cls(output_dir=output_dir, **{**find_recipe(family), **quick, **arguments, "recipe": recipe})
 
 
-def _differs(arguments: Any, field: Field) -> bool:
-    """Whether an argument has another value than its default."""
-    default = field.default if field.default_factory is MISSING else field.default_factory()
-    return bool(getattr(arguments, field.name) != default)
-
-
 def refuse_without_effect(arguments: DraftHeadTrainingArguments) -> None:
     """Refuse arguments that nothing would honour, before the Trainer changes any; a ValueError that says why."""
-    changed = {field.name for field in fields(arguments) if field.init and _differs(arguments, field)}
+    changed = {
+        field.name
+        for field in fields(arguments)
+        if field.init
+        and getattr(arguments, field.name)
+        != (field.default if field.default_factory is MISSING else field.default_factory())
+    }
     for name in WITHOUT_EFFECT:
         if name in changed:
             value = "a value" if "token" in name else repr(getattr(arguments, name))
@@ -218,10 +216,8 @@ def refuse_without_effect(arguments: DraftHeadTrainingArguments) -> None:
         raise ValueError(f"optim_target_modules has no effect on optim {optimizer!r}: leave it out.")
     best = arguments.metric_for_best_model
     if best is not None and not METRICS.fullmatch(best):
-        raise ValueError(
-            f"metric_for_best_model is {best!r}: expected loss, tokens_per_step, or how often a head is right "
-            "(head0_top1, head0_top5, ...)."
-        )
+        expected = "expected loss, tokens_per_step, or how often a head is right (head0_top1, head0_top5, ...)"
+        raise ValueError(f"metric_for_best_model is {best!r}: {expected}.")
 
 
 def refuse_missing_reporters(names: list[str]) -> None:

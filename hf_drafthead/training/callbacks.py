@@ -19,18 +19,10 @@ LOOKS = 10  # steps between two looks at the loss on a GPU
 
 
 class Clock(TrainerCallback):
-    """Counts a Trainer's wall time; the time up to each checkpoint is stored in ``file``.
-
-    Args:
-        file: JSON file in the folder of the checkpoints, from which a resumed training continues to count.
-        limit: hours after which the training is stopped, what preceded it counted; None for no limit.
-        evaluations: an evaluation is left out where all of them would take more than this share of the time so far;
-            None to leave out none. There is always one at the end.
-
-    Attributes:
-        before: seconds of what preceded the training, such as writing its text; stored in ``file``, too.
-        expected_evaluation: seconds that the first evaluation is expected to take.
-    """
+    """Counts a Trainer's wall time, and stores it in a JSON file with each checkpoint: `seconds`, and those of what
+    came `before` it, such as writing its text. `limit`: hours after which the training is stopped, all counted. An
+    evaluation is left out where all of them would take more than the share `evaluations` of the time so far; there is
+    one at the end."""
 
     def __init__(self, file: Path, limit: float | None = None, evaluations: float | None = None) -> None:
         self.file, self.evaluations, self._whole = file, evaluations, limit
@@ -56,7 +48,7 @@ class Clock(TrainerCallback):
         """Take something that preceded the training off its limit, and store it for one that is resumed."""
         self.before = seconds
         if keep:
-            write_whole(self.file, json.dumps({"step": 0, "seconds": 0.0, "before": seconds}))
+            self._keep(0.0)
 
     def resume(self) -> None:
         """Take off what was stored as preceding the training."""
@@ -96,8 +88,10 @@ class Clock(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:
-            counted = {"step": state.global_step, "seconds": self.hours * 3600, "before": self.before}
-            write_whole(self.file, json.dumps(counted))
+            self._keep(self.hours * 3600)
+
+    def _keep(self, seconds: float) -> None:
+        write_whole(self.file, json.dumps({"seconds": seconds, "before": self.before}))
 
 
 def agreed(value: float, args: Any) -> float:

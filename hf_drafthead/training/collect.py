@@ -102,26 +102,19 @@ def in_words(counts: Mapping[str, int]) -> str:
 
 
 class Shards:
-    """The files of one output: JSON lines, one row each, with the row's number in `row`.
-
-    Raises:
-        OSError: there is no folder for the output, or a file that was not made by this is in its place.
-        ValueError: the output was started with other settings, which its rows depend on.
-    """
+    """The files of one output: JSON lines, one row each, with the row's number in `row`. An OSError where the output
+    cannot be written or was not made by this, a ValueError where it was started with other settings."""
 
     def __init__(self, output: str | Path, settings: dict[str, Any], process: int = 0) -> None:
         self.output, self.settings = Path(output), settings
         self._notes = self.output.with_name(f"{self.output.name}.settings.json")
         self._part = self.output.with_name(f"{self.output.name}.part{process}")
         if self.output.is_dir() or not self.output.absolute().parent.is_dir():
-            raise OSError(
-                f"no file can be written at {str(output)!r}: give the path of a file in a folder that exists."
-            )
+            raise OSError(f"no file can be written at {str(output)!r}: give a file in a folder that exists.")
         if not self._notes.is_file():
             if self.output.exists():
-                raise OSError(
-                    f"{str(output)!r} exists and was not written by this command: move it away, or give another output."
-                )
+                advice = "move it away, or give another output"
+                raise OSError(f"{str(output)!r} exists and was not written by this command: {advice}.")
             return
         if not any(file.stat().st_size for file in self._files()):  # no row depends on anything yet
             return
@@ -190,9 +183,8 @@ class Shards:
                         try:
                             places.setdefault(json.loads(line)["row"], (file, at))
                         except (ValueError, KeyError, TypeError):
-                            raise ValueError(
-                                f"{file} line {number} is not a valid row: correct it, or move the file away."
-                            ) from None
+                            what = f"{file} line {number} is not a valid row"
+                            raise ValueError(f"{what}: correct it, or move the file away.") from None
                     at += len(line)
         return places
 

@@ -139,13 +139,17 @@ class Encoder:
     def _row(self, row: dict[str, Any]) -> dict[str, Any]:
         name, is_chat, refused = f"{row['source']} row {row['row']}".strip(), row["messages"] is not None, None
         try:
-            ids, labels, mapped = self._chat(row) if is_chat else (*self._text(row), [])
+            if is_chat:
+                if self._chats is None:
+                    self._chats = ChatEncoder(self.tokenizer)
+                chat = self._chats.fit(self._readable(repaired(row["messages"], row["tools"]).answered()))
+                (ids, labels), mapped = self._chats.encode(chat), list(chat.mapped)
+            else:
+                (ids, labels), mapped = self._text(row), []
             refuse_unknown(self.tokenizer, ids, self.vocab_size)
             if self.max_length is None and self.positions is not None and len(ids) > self.positions:
-                raise ValueError(
-                    f"{name} has {len(ids)} tokens, but the base has {self.positions} positions: "
-                    f"set max_length to cut such rows, at most {self.positions}."
-                )
+                what = f"{name} has {len(ids)} tokens, but the base has {self.positions} positions"
+                raise ValueError(f"{what}: set max_length to cut such rows, at most {self.positions}.")
             if self.max_length is not None and len(ids) > self.max_length and not self.packing:
                 mapped = [*mapped, "cut" if is_chat else "split"]
                 if is_chat:
@@ -156,12 +160,6 @@ class Encoder:
         except Refused as reason:
             ids, labels, mapped, refused = [], [], [], f"{name}: {reason}"
         return dict(zip(ENCODED, (ids, labels, mapped, row["unused"], refused), strict=True))
-
-    def _chat(self, row: dict[str, Any]) -> tuple[list[int], list[int], list[str]]:
-        if self._chats is None:
-            self._chats = ChatEncoder(self.tokenizer)
-        chat = self._chats.fit(self._readable(repaired(row["messages"], row["tools"]).answered()))
-        return *self._chats.encode(chat), list(chat.mapped)
 
     def _readable(self, chat: Chat) -> Chat:
         """The chat without token ids, unless they spell its answers: those of another tokenizer do not."""
@@ -202,27 +200,16 @@ def tokenize_rows(
     positions: int | None = None,
     vocab_size: int | None = None,
 ) -> tuple[Dataset | IterableDataset, DataReport]:
-    """Rows of token ids and labels, in the order of the source.
+    """Rows of token ids and labels, in the order of the source, each with a label; and how the rows were used.
 
-    Chats longer than `max_length` lose their end; longer texts become several examples, each beginning as the tokenizer
-    begins a text. With packing, examples are joined and cut into rows of exactly `max_length`, with nothing lost, but
-    one shorter row at the end of every thousand source rows. The base then sees several examples in one row.
+    Chats longer than `max_length` lose their end; longer texts become several examples, each beginning as the
+    tokenizer begins a text. With packing, examples are joined and cut into rows of exactly `max_length`, with nothing
+    lost, but one shorter row at the end of every thousand source rows; the base then sees several examples in one row.
+    A streamed source gives a stream, whose report grows while it is read. Nothing may be longer than the `positions` of
+    the base, or have tokens beyond its `vocab_size`, as far as these are known.
 
-    Args:
-        rows: from `read_rows`, or a data set with a column that it reads, such as `messages` or `text`.
-        tokenizer: the base's, a fast one; with a chat template if there are chats.
-        max_length: most tokens of a row; by default as many as the longest one has, with packing `positions`.
-        packing: fill rows up.
-        positions: how many the base has, if that is known: nothing may be longer.
-        vocab_size: tokens that the base embeds, if that is known: rows with others are refused.
-
-    Returns:
-        Rows with `input_ids` and `labels` (IGNORED at positions without a loss), each with at least one label; and
-        how the rows were used. A streamed source gives a stream, whose report grows while it is read.
-
-    Raises:
-        ValueError: no row has a label; `max_length` is too large, or missing where a row is too long
-            for the base; chats without a chat template.
+    A ValueError where no row has a label, `max_length` is too large, or missing where a row is too long for the
+    base; or of chats without a chat template.
     """
     if max_length is not None and max_length < 2:
         raise ValueError(f"max_length is {max_length}: expected at least 2 tokens, of which one can be guessed.")
@@ -296,10 +283,8 @@ def read_data(
     if held_out_rows is None:
         held_out_rows = max(1, len(first) // 10)
     if len(first) <= held_out_rows:
-        raise ValueError(
-            f"the data holds {len(first)} rows, of which {held_out_rows} are to be held out: give more data, or hold "
-            "out fewer with --held-out-rows."
-        )
+        what = f"the data holds {len(first)} rows, of which {held_out_rows} are to be held out"
+        raise ValueError(f"{what}: give more data, or hold out fewer with --held-out-rows.")
     limits: dict[str, Any] = {
         "max_length": settings.max_length,
         "positions": longest_text_of(model),

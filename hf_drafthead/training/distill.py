@@ -117,12 +117,9 @@ def _writer(
 ) -> tuple[Writer, dict[str, Any]]:
     """Who answers, and what the rows depend on."""
     if isinstance(model, Server):  # which decides by itself how long a text may be
-        asked = {"chat_template_kwargs": model.template_values} if model.template_values else {}
-        return ServerWriter(model, tokenizer, Sampling(**settings)), {
-            "endpoint_model": model.model,
-            **asked,
-            **settings,
-        }
+        values = {"chat_template_kwargs": model.template_values} if model.template_values else {}
+        about = {"endpoint_model": model.model, **values, **settings}
+        return ServerWriter(model, tokenizer, Sampling(**settings)), about
     base = getattr(model, "base", model)
     positions = getattr(base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if positions is not None and max_length is not None and max_length > positions:
@@ -149,11 +146,8 @@ def _collect(
     progress: Progress | None,
     seconds: float | None,
 ) -> DistillReport:
-    """Answer what is not answered yet, in all processes together, and write it to the output in order.
-
-    `settings` are what the rows depend on; `progress` is called once for each row that is done, refused, or another
-    process's, or for each chat.
-    """
+    """Answer what is not answered yet, in all processes together, and write it to the output in order; `settings` are
+    what the rows depend on."""
     state, report, start, tell = processes(), writer.report, time.monotonic(), progress or (lambda: None)
     shards = Shards(output, settings, state.process_index)
     state.wait_for_everyone()
@@ -232,11 +226,8 @@ def _own_tasks(writer: Writer, first: int, share: int, patience: int, seconds: f
 def _answer_all(
     writer: Writer, todo: Iterator[Task], shards: Shards, batch_size: int, share: int | None, tell: Progress
 ) -> None:
-    """Keep as many tasks at work as there may be; what is finished is written before anything else is asked.
-
-    With a `share` the base writes the questions: chats without one are not rows that were refused, and what is finished
-    beyond so many is left out.
-    """
+    """Keep as many tasks at work as there may be; what is finished is written before anything else is asked. With a
+    `share` the base writes the questions: chats without one are not refused, and what exceeds the share is left out."""
     report, tasks = writer.report, list[Task]()
     while True:
         while len(tasks) < batch_size and (task := next(todo, None)) is not None:
@@ -255,9 +246,8 @@ def _answer_all(
             tell()
         most = writer.most_refused
         if most is not None and report.refused >= most and not report.written + report.found:
-            raise ValueError(
-                f"nothing can be asked: the first {most} rows were refused ({'; '.join(report.refusals)})."
-            )
+            why = "; ".join(report.refusals)
+            raise ValueError(f"nothing can be asked: the first {most} rows were refused ({why}).")
 
 
 def load_model(name: str, device: torch.device | None = None, **load: Any) -> tuple[Any, Any]:
@@ -269,10 +259,8 @@ def load_model(name: str, device: torch.device | None = None, **load: Any) -> tu
         with reading_gguf(file):
             model = AutoModelForCausalLM.from_pretrained(place, **device_map, **options)
     except OSError as error:
-        raise OSError(
-            f"no model could be read at {name!r} ({one_line(error)}): give the folder of a causal language model or of "
-            "a draft-head checkpoint, or its id on the Hub."
-        ) from error
+        advice = "give the folder or id of a causal language model, with draft heads or without."
+        raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {advice}") from error
     try:
         return model, load_tokenizer(name)
     except (OSError, ValueError):
@@ -282,21 +270,17 @@ def load_model(name: str, device: torch.device | None = None, **load: Any) -> tu
 
 
 def check_it_can_write(name: str, template: str | None = None) -> None:
-    """Refuse a base that can write no text of its own by its tokenizer, before it is loaded; a ValueError.
-
-    Heads without a tokenizer of their own are asked when they are loaded.
-    """
+    """Refuse a base that can write no text of its own by its tokenizer, before it is loaded; a ValueError."""
     with suppress(OSError):
         tokenizer = tokenizer_of(name)
         tokenizer.chat_template = template or tokenizer.chat_template
         Writer(tokenizer, Sampling(1, 1.0, turns=1))
 
 
-def tokenizer_of(name: str) -> Any:
+def tokenizer_of(name: str, gguf_file: str | None = None) -> Any:
     """The tokenizer of a model, without the model; OSError where there is none."""
     try:
-        return load_tokenizer(name)
+        return load_tokenizer(name, gguf_file)
     except (OSError, ValueError) as error:
-        raise OSError(
-            f"no tokenizer could be read at {name!r} ({one_line(error)}): give the folder or id of the base."
-        ) from error
+        why = one_line(error)
+        raise OSError(f"no tokenizer could be read at {name!r} ({why}): give the folder or id of the base.") from error

@@ -19,23 +19,14 @@ from hf_drafthead.data.rows import THOUGHTS, calls_of
 from hf_drafthead.training.answers import CONTROL, CUT, Answer, Sampling, Task, Writer
 from hf_drafthead.training.templates import frame
 
+RESUMES = "the same command resumes."
 TIMEOUT = 600.0  # seconds for one answer
 # Servers have many words for an answer that ended by itself (stop, eos_token, stop_sequence, end_turn, COMPLETE), and
 # for one that was broken off by a limit, a filter or a failure; all of the latter have one of these in them.
-BROKEN_OFF: tuple[str, ...] = (
-    "length",
-    "max",
-    "limit",
-    "trunc",
-    "incomplete",
-    "filter",
-    "safety",
-    "recitation",
-    "block",
-    "prohibit",
-)
-BROKEN_OFF += ("spii", "refus", "abort", "cancel", "error", "time", "resource", "overload", "pause")
-BROKEN_OFF += ("exceed", "malformed", "unexpected", "disconnect", "preempt")
+BROKEN_OFF = (
+    "length max limit trunc incomplete filter safety recitation block prohibit spii refus abort cancel error time "
+    "resource overload pause exceed malformed unexpected disconnect preempt"
+).split()
 ENDED = ("stop", "eos", "end", "complete", "call", "tool")
 
 
@@ -48,9 +39,7 @@ class Server:
 
     Args:
         url: such as `http://127.0.0.1:8000/v1`; `/v1` is added where it names no path.
-        model: as the server calls it.
-        retries: how often a request that failed (no connection, no answer in time, too many requests, an error of the
-            server) is sent again, after a pause that doubles, before the run ends.
+        retries: how often a request that failed is sent again, after a pause that doubles, before the run ends.
         template_values: variables that the server's chat template reads.
 
     Raises:
@@ -68,11 +57,8 @@ class Server:
 
 
 class ServerWriter(Writer):
-    """Asks a server, which may ignore the seed.
-
-    The tokenizer may be None where the data holds no plain texts and the base writes no questions; it also takes the
-    white space of its chat template off the answers.
-    """
+    """Asks a server, which may ignore the seed. The tokenizer may be None where the data holds no plain texts and the
+    base writes no questions; it also takes the white space of its chat template off the answers."""
 
     most_refused = 20
     writes_texts = False  # some servers refuse an empty prompt
@@ -100,10 +86,9 @@ class ServerWriter(Writer):
         self._loop.close()
 
     async def _end(self) -> None:
-        unfinished = asyncio.all_tasks() - {asyncio.current_task()}
-        for request in unfinished:
+        for request in self._pending.values():
             request.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await asyncio.gather(*self._pending.values(), return_exceptions=True)
         await self._client.close()
 
     async def _answer_some(self, tasks: list[Task]) -> None:
@@ -127,39 +112,28 @@ class ServerWriter(Writer):
             elif not task.asks:
                 task.messages.pop()  # a question that there is no room for
         except self._openai.APIStatusError as error:
-            what = ", and whether the server completes raw prompts (/completions)" if task.asks else ""
-            raise OSError(
-                f"the server at {self.server.url!r} answers {error.status_code} ({_reason(error)}): check --endpoint, "
-                f"--model {self.server.model!r} and OPENAI_API_KEY{what}; the same command resumes."
-            ) from error
+            what = f"--endpoint, --model {self.server.model!r} and OPENAI_API_KEY"
+            what += ", and whether the server completes raw prompts (/completions)" if task.asks else ""
+            why = f"{error.status_code} ({_reason(error)})"
+            raise OSError(f"the server at {self.server.url!r} answers {why}: check {what}; {RESUMES}") from error
         except (self._openai.APIError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise OSError(
-                f"the server at {self.server.url!r} does not answer ({_reason(error)}): start it, then give the same "
-                "command again, which resumes."
-            ) from error
+            what = f"the server at {self.server.url!r} does not answer ({_reason(error)})"
+            raise OSError(f"{what}: start it, then give the same command again, which resumes.") from error
 
-    def _settings(self, task: Task, most: int) -> dict[str, Any]:
-        """What every request says: the model, the limit, and how to sample."""
-        settings = {"model": self.server.model, "max_tokens": most, "temperature": self.temperature(task)}
-        number = int.from_bytes(hashlib.blake2b(self.key(task).encode(), digest_size=4).digest(), "big")
-        return settings | ({"seed": number >> 1} if settings["temperature"] else {})
-
-    def _choice(self, done: Any, limit: int) -> tuple[Any, str, bool, int]:
-        """What a server wrote: its message or None, the text, whether that ended by itself, and the number of tokens.
-
-        Raises:
-            OSError: it answers with something else.
-        """
-        choices = getattr(done, "choices", None)
-        choice = choices[0] if isinstance(choices, (list, tuple)) and choices else None
+    async def _asked(self, path: str, task: Task, limit: int, **body: Any) -> tuple[Any, str, bool, int]:
+        """What the server writes: its message or None, the text, whether that ended by itself, the number of tokens."""
+        body |= {"model": self.server.model, "max_tokens": limit, "temperature": self.temperature(task)}
+        if body["temperature"]:
+            number = int.from_bytes(hashlib.blake2b(self.key(task).encode(), digest_size=4).digest(), "big")
+            body |= {"seed": number >> 1} | ({} if task.asks else {"top_p": self.sampling.top_p})
+        where = f"the server at {self.server.url!r}"
+        # as the server sends it, for servers differ in what they leave out
+        done = await self._client.post(path, cast_to=object, body=body)
+        choice = next(iter(_listed(_field(done, "choices"))), None)
         message, text = _field(choice, "message"), _field(choice, "text")
         if message is None and text is None:
-            raise OSError(
-                f"the server at {self.server.url!r} answers with no text ({str(done)[:60]!r}): check --endpoint; the "
-                "same command resumes."
-            )
-        tokens = _field(getattr(done, "usage", None), "completion_tokens")
-        tokens = tokens if isinstance(tokens, int) else 0
+            raise OSError(f"{where} answers with no text ({str(done)[:60]!r}): check --endpoint; {RESUMES}")
+        tokens = _field(_field(done, "usage"), "completion_tokens") or 0
         words = _text(text if message is None else _field(message, "content"))
         return message, words, has_ended(_field(choice, "finish_reason"), tokens >= limit), tokens
 
@@ -170,9 +144,8 @@ class ServerWriter(Writer):
         begin = getattr(self.tokenizer, "bos_token", None)
         if begin and frame(self.tokenizer)[0]:  # the server puts it in front of every prompt
             prompt = prompt.removeprefix(begin)
-        settings = self._settings(task, self.sampling.question_tokens)
-        done = await self._client.completions.create(prompt=prompt, stop=[self.question_end], **settings)
-        _, words, ended, _ = self._choice(done, settings["max_tokens"])
+        how: dict[str, Any] = {"prompt": prompt, "stop": [self.question_end]}
+        _, words, ended, _ = await self._asked("/completions", task, self.sampling.question_tokens, **how)
         words, end, _ = words.partition(self.question_end)  # some servers return it
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         reason = None if ended or end else CUT
@@ -180,25 +153,22 @@ class ServerWriter(Writer):
 
     async def _answer(self, task: Task) -> None:
         """Put the server's answer into the task."""
-        settings = self._settings(task, self.sampling.max_new_tokens)
-        settings |= {"top_p": self.sampling.top_p} if settings["temperature"] else {}
         if task.given is not None:
-            done = await self._client.completions.create(prompt=task.given, **settings)
+            path, body = "/completions", dict[str, Any](prompt=task.given)
         else:
             messages = [{"role": turn["role"], "content": turn["content"]} for turn in task.messages]
-            settings |= {"tools": task.tools} if task.tools else {}
-            if self.server.template_values:
-                settings["extra_body"] = {"chat_template_kwargs": self.server.template_values}
-            done = await self._client.chat.completions.create(messages=messages, **settings)
-        message, words, ended, tokens = self._choice(done, settings["max_tokens"])
+            path, body = "/chat/completions", {"messages": messages, **({"tools": task.tools} if task.tools else {})}
+            values = self.server.template_values
+            body |= {"chat_template_kwargs": values} if values else {}
+        message, words, ended, tokens = await self._asked(path, task, self.sampling.max_new_tokens, **body)
         if ended and self.chats is not None and self.chats.end_of_turn.strip():  # some servers return it
             words = words.removesuffix(self.chats.of(task.tools).end_of_turn)
         holders = [message, *_listed(_field(message, "content"))]  # a part may be the thought
         names = {True: (*THOUGHTS, "text"), False: THOUGHTS}
         thoughts = (_text(_field(holder, name)) for holder in holders for name in names[_thinks(holder)])
         calls = _field(message, "tool_calls") or _field(message, "function_call")  # as it was called before
-        plain = [_plain(call) for call in _listed(calls)] if calls else []
-        self.take(task, Answer(words, ended, tokens, None, next(filter(None, thoughts), ""), calls_of(plain)))
+        calls = calls_of(_listed(calls)) if calls else []
+        self.take(task, Answer(words, ended, tokens, None, next(filter(None, thoughts), ""), calls))
 
 
 def has_ended(reason: Any, limit_reached: bool) -> bool:
@@ -218,14 +188,14 @@ def has_ended(reason: Any, limit_reached: bool) -> bool:
 
 def _field(holder: Any, name: str) -> Any:
     """A field of an answer, which a server may leave out."""
-    return holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+    return holder.get(name) if isinstance(holder, Mapping) else None
 
 
 def _text(content: Any) -> str:
     """A text, which some servers give in parts; thoughts among them, and those of another kind, are left out."""
     if isinstance(content, str):
         return content
-    if isinstance(content, (list, tuple)):
+    if isinstance(content, list):
         return "".join(map(_text, content))
     if content is None or _thinks(content):
         return ""
@@ -239,11 +209,7 @@ def _thinks(part: Any) -> bool:
 
 
 def _listed(value: Any) -> list[Any]:
-    return [*value] if isinstance(value, (list, tuple)) else [value]
-
-
-def _plain(call: Any) -> Any:
-    return call.model_dump(exclude_none=True, warnings=False) if hasattr(call, "model_dump") else call
+    return value if isinstance(value, list) else [value]
 
 
 def with_path(url: str) -> str:

@@ -78,9 +78,8 @@ def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
     ahead = model.config.num_draft_heads + 1
     longest = max(len(rows[row]["input_ids"]) for row in range(len(rows)))
     if longest <= ahead:
-        raise ValueError(
-            f"rows of {longest} tokens have no label {ahead} tokens ahead: give longer rows, or train fewer heads."
-        )
+        what = f"rows of {longest} tokens have no label {ahead} tokens ahead"
+        raise ValueError(f"{what}: give longer rows, or train fewer heads.")
 
 
 def longest_text_of(model: DraftHeadPreTrainedModel) -> int:
@@ -101,10 +100,17 @@ def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | Non
 def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, float]:
     """The tokens (size,) that are labels most often (EAGLE-3's trainer), ascending, and their share of all labels.
 
-    If fewer occur, the lowest other ids of the base's `vocabulary` too; of a stream the first 4096 rows are counted.
+    If fewer occur, the lowest other ids of the base's `vocabulary` too.
     """
     counts = label_frequencies(rows, vocabulary)
-    chosen = counts.sort(descending=True, stable=True).indices[:size].sort().values
+    chosen = counts.sort(descending=True, stable=True).indices[:size]
+    return chosen.sort().values, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
+
+
+def ranked_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, float]:
+    """As `frequent_tokens`, of those alone that occur, the most frequent first."""
+    counts = label_frequencies(rows, vocabulary)
+    chosen = counts.sort(descending=True, stable=True).indices[: min(size, int((counts > 0).sum()))]
     return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
 
 
@@ -112,16 +118,6 @@ def tokens_to_cover(rows: Any, vocabulary: int, share: float) -> int:
     """How many of the most frequent tokens are this share of all labels, at least."""
     counts = label_frequencies(rows, vocabulary).sort(descending=True).values
     return int((counts.cumsum(0) < share * int(counts.sum())).sum()) + 1
-
-
-def ranked_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, float]:
-    """The tokens (at most `size`) that are labels most often, the most frequent first, and their share of all labels.
-
-    Only tokens that occur; of a stream the first 4096 rows are counted.
-    """
-    counts = label_frequencies(rows, vocabulary)
-    chosen = counts.sort(descending=True, stable=True).indices[: min(size, int((counts > 0).sum()))]
-    return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
 
 
 def label_frequencies(rows: Any, vocabulary: int) -> Tensor:
@@ -142,10 +138,9 @@ MOST_EXCESS = 0.25  # nats per token
 def likeness(base: Any, rows: Sequence[Mapping[str, Any]], batch_size: int) -> dict[str, float] | None:
     """How well a base in eval mode predicts the labels of rows; None where nothing is labelled. Warns if badly.
 
-    Returns:
-        `agreement`, the share of labels that are the base's own best guess; `excess`, by how many nats per token the
-        labels' negative log-likelihood exceeds that of the base's own samples: about 0 for its own text, below 0 for
-        greedy text.
+    `agreement` is the share of labels that are the base's own best guess; `excess` by how many nats per token the
+    labels' negative log-likelihood exceeds that of the base's own samples: about 0 for its own text, below 0 for greedy
+    text.
     """
     device, vocabulary = base.get_input_embeddings().weight.device, base.config.get_text_config().vocab_size
     reader, size = BaseReader.of_texts(base), max(CHUNK // vocabulary, 1)

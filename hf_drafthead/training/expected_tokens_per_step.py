@@ -17,20 +17,9 @@ from hf_drafthead.trees import rank_paths
 
 
 class ExpectedTokensPerStep:
-    """Computes the tokens per step of `generate` on some prompts from one forward pass over the base's answers to them.
-
-    Args:
-        prompts: (P,) token ids each.
-        new_tokens: of an answer, at most.
-        tree: the published 64-node tree by default.
-        batch_size: prompts at a time.
-        base_changes: whether the answers must be generated again each time, because the base is being trained.
-        temperature: at which the base samples its answers, and the guesses know the noise; 0 is greedy. The seed of
-            each batch is its number, from 0.
-
-    Raises:
-        ValueError: no prompt, or a temperature below 0.
-    """
+    """Computes the tokens per step of `generate` on some prompts (P,) from one forward pass over the base's answers to
+    them, which are generated anew each time where `base_changes`. At a temperature the guesses know the noise; the seed
+    of each batch is its number, from 0. The tree is the published one of 64 nodes by default."""
 
     def __init__(
         self,

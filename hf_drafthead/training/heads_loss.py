@@ -69,22 +69,14 @@ class HeadsLoss:
         count: bool = True,
         reading: Reading | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The base's loss, if it is trained, plus the weighted sum of the objectives over all heads.
+        """The base's loss, if it is trained, plus the weighted sum of the objectives over all heads; and how often each
+        head gave each rank to the label, a LongTensor (K, RANKS + 1), zeros without `count`.
 
-        Args:
-            model: in training mode for noise and dropout.
-            inputs: `input_ids` (B, T), `labels` (B, T), `attention_mask` (B, T) if rows are padded on the left, which
-                are moved to the left (on the right nothing sees the padding); `label_positions` (N,), where in the
-                flattened labels there is one, which spares the host a wait for the device; `anchors` (B, A) in rows
-                that begin with their text, -1 for none, default: sampled.
-            totals: (1 + K,) by how many labels the base's and each head's loss is divided; default: of this batch.
-            heads_weight: of all heads' losses beside the base's.
-            count: count the ranks of the labels.
-            reading: the base's outputs, if they are known.
-
-        Returns:
-            scalar loss, and LongTensor (K, RANKS + 1): how often each head gave each rank to the label; zeros if they
-            are not counted.
+        `inputs` holds `input_ids` and `labels` (B, T), an `attention_mask` (B, T) if rows are padded on the left,
+        which are moved to the left (on the right nothing sees the padding); perhaps `label_positions` (N,), where in
+        the flattened labels there is one, which spares the host a wait for the device, and `anchors` (B, A) in rows
+        that begin with their text, -1 for none. `totals` (1 + K,) is by how many labels the base's and each head's loss
+        is divided, by default those of the batch.
         """
         if reading is None:
             inputs = padded_on_the_right(inputs)
@@ -119,7 +111,7 @@ class HeadsLoss:
         """How many labels the base and each head have in a batch: (1 + K,)."""
         heads, labels = model.config.num_draft_heads, padded_on_the_right(inputs)["labels"]
         if "anchors" not in inputs:
-            return label_counts(labels, heads)
+            return torch.stack([labelled(labels, 1 + head).sum() for head in range(1 + heads)])
         behind = _behind_anchors(model.drafter, labels, inputs["anchors"].to(labels), heads)
         counts = [(targets != IGNORED).sum() for targets, _ in behind]
         return torch.stack([labelled(labels, 1).sum(), *counts])
@@ -241,12 +233,9 @@ class HeadsLoss:
     def _teachers(
         self, model: DraftHeadPreTrainedModel, scores: Tensor, sources: Sequence[Tensor]
     ) -> Callable[[int, slice], Tensor]:
-        """From a head and a chunk to the base's distribution (M, D) there, over the draft vocabulary alone.
-
-        Args:
-            scores: (B T, ...) of a `Reading`.
-            sources: per head (N,) where in them its labels are predicted; the same tensor where heads share them.
-        """
+        """From a head and a chunk to the base's distribution (M, D) there, over the draft vocabulary alone, by its
+        scores (B T, ...) and per head (N,) where in them its labels are predicted; the same tensor where heads share
+        them."""
         drafter, reader = model.drafter, self._reader(model)
         last: dict[tuple[int, int], Tensor] = {}  # which the heads at the same labels share
 
@@ -297,6 +286,32 @@ class Plan(NamedTuple):
     divergence: bool = False
     learns: bool = True
 
+    def loss(self, head: int, chunk: slice, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted sum of a head's losses over a chunk of its states (M, S), and its logits (M, D) there."""
+        targets, logits = self.targets[head][chunk], self.logits(head, states)
+        teachers = None if self.teachers is None else self.teachers(head, chunk)
+        shares = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        hard = shares.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
+        lost, best = -self.next_token * hard * (targets != IGNORED), targets
+        if teachers is not None:
+            teachers = teachers.to(shares.dtype)
+            best = teachers.argmax(-1).where(targets != IGNORED, IGNORED)
+            if self.teacher:
+                lost = lost - self.teacher * (teachers * shares).sum(-1)
+            if self.divergence:
+                lost = lost - self.teacher * torch.special.entr(teachers).sum(-1)
+            if self.distance or self.confidence:
+                distance = (shares.exp() - teachers).abs().sum(-1)
+                lost = lost + self.distance * distance
+            sure = self.foretold(states) if self.foretold is not None and self.confidence else None
+            if sure is not None:
+                accepted = (1 - distance / 2).detach().to(torch.float32)
+                entropy = F.binary_cross_entropy_with_logits(sure.float(), accepted, reduction="none")
+                lost = lost + self.confidence * entropy
+        choice = None if self.choice is None else self.choice(states, logits, best)
+        lost = lost if choice is None else lost + choice
+        return (self.weights[head][chunk].to(lost.dtype) * lost).sum().float(), logits
+
 
 class ProjectedLoss(torch.autograd.Function):
     """The sum of all heads' weighted losses; how often each rank was given to a label.
@@ -316,34 +331,18 @@ class ProjectedLoss(torch.autograd.Function):
         for start in range(0, len(first), plan.size):
             chunk = slice(start, start + plan.size)
             for head in range(heads):
-                teachers = None if plan.teachers is None else plan.teachers(head, chunk)
                 part = states[head][chunk].detach().requires_grad_(learns and states[head].requires_grad)
-                targets, weights = plan.targets[head][chunk], plan.weights[head][chunk]
                 with torch.set_grad_enabled(learns):
-                    logits = plan.logits(head, part)
-                    sure = plan.foretold(part) if plan.foretold is not None and plan.confidence else None
-                    best = targets if teachers is None else teachers.argmax(-1).where(targets != IGNORED, IGNORED)
-                    choice = None if plan.choice is None else plan.choice(part, logits, best)
+                    lost, logits = plan.loss(head, chunk, part)
                 if plan.kept is not None:
-                    counts[head] += rank_counts(logits.detach(), targets, RANKS, plan.kept[head][chunk])
-                lost, gradient, distance = _divergences(plan, logits.detach(), targets, teachers, weights, learns)
-                outputs, gradients = [logits], [gradient]
-                if sure is not None and distance is not None:
-                    foretold = sure.detach().float()
-                    accepted, confidence_weights = 1 - distance / 2, plan.confidence * weights
-                    entropy = F.binary_cross_entropy_with_logits(foretold, accepted, reduction="none")
-                    lost = lost + (confidence_weights * entropy).sum()
-                    outputs.append(sure)
-                    gradients.append((confidence_weights * (foretold.sigmoid() - accepted)).to(sure.dtype))
-                if choice is not None:
-                    lost = lost + (weights * choice.detach()).sum()
-                    outputs.append(choice)
-                    gradients.append(weights.to(choice.dtype))
-                loss = loss + lost
-                if gradient is None or not logits.requires_grad:
+                    counts[head] += rank_counts(
+                        logits.detach(), plan.targets[head][chunk], RANKS, plan.kept[head][chunk]
+                    )
+                loss = loss + lost.detach()
+                if not lost.requires_grad:
                     continue
                 wanted = [tensor for tensor in (part, *parameters) if tensor.requires_grad]
-                computed = iter(torch.autograd.grad(outputs, wanted, gradients, allow_unused=True))
+                computed = iter(torch.autograd.grad(lost, wanted, allow_unused=True))
                 if part.requires_grad:
                     to_states[head].append(next(computed))
                 for index, of_chunk in enumerate(computed):
@@ -364,43 +363,6 @@ class ProjectedLoss(torch.autograd.Function):
             None,
             *(None if gradient is None else gradient * outer[0].to(gradient.dtype) for gradient in ctx.gradients),
         )
-
-
-def _divergences(
-    plan: Plan, logits: Tensor, targets: Tensor, teachers: Tensor | None, weights: Tensor, learns: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The weighted sum over a chunk, its gradient by the logits (M, D), and the L1 distance to the teachers (M,)."""
-    shares = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-    places = targets.clamp(min=0).unsqueeze(1)
-    hard = (plan.next_token * weights * (targets != IGNORED)).to(shares.dtype)
-    lost = -(hard * shares.gather(1, places).squeeze(1)).sum()
-    soft = far = distance = None
-    if teachers is not None:
-        teachers = teachers.to(shares.dtype)
-        soft = (plan.teacher * weights).to(shares.dtype)
-        if plan.teacher:
-            crossed = (teachers * shares).sum(-1)
-            if plan.divergence:
-                crossed = crossed + torch.special.entr(teachers).sum(-1)
-            lost = lost - (soft * crossed).sum()
-        if plan.distance or plan.confidence:
-            difference = shares.exp() - teachers
-            distance = difference.abs().sum(-1)
-            far = (plan.distance * weights).to(shares.dtype)
-            lost = lost + (far * distance).sum()
-    if not learns:
-        return lost.float(), None, distance
-    total = hard if soft is None else hard + soft
-    chances = shares.exp_()
-    gradient = chances * total.unsqueeze(1) if plan.distance else chances.mul_(total.unsqueeze(1))
-    if soft is not None and teachers is not None and plan.teacher:
-        gradient.addcmul_(teachers, soft.unsqueeze(1), value=-1)
-    if far is not None and plan.distance:
-        side = difference.sign_()
-        mean = (side * chances).sum(-1, keepdim=True)
-        gradient.addcmul_(side.sub_(mean), chances * far.unsqueeze(1))
-    gradient.scatter_add_(1, places, -hard.unsqueeze(1))
-    return lost.float(), gradient.to(logits.dtype), distance
 
 
 def _learning(*modules: nn.Module) -> list[Tensor]:
@@ -425,11 +387,8 @@ def computed_in(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
 
 
 def padded_on_the_right(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A batch whose rows begin with their text: padding in front of a text goes behind it.
-
-    So the loss of a row does not depend on the side of its padding: not every base takes its positions from the mask,
-    and the first token of a text is nothing's guess.
-    """
+    """A batch whose rows begin with their text, so that a row's loss does not depend on the side of its padding: not
+    every base takes its positions from the mask, and the first token of a text is nothing's guess."""
     mask = inputs.get("attention_mask")
     if mask is None:
         return inputs
@@ -450,11 +409,6 @@ def labelled(labels: Tensor, shift: int) -> Tensor:
 def label_positions(labels: Tensor) -> Tensor:
     """Where in the flattened labels (B, T) there is one that the base predicts, (N,); the host waits for the device."""
     return F.pad(labels[:, 1:] != IGNORED, (1, 0)).flatten().nonzero().flatten()
-
-
-def label_counts(labels: Tensor, heads: int) -> Tensor:
-    """How many labels the base and each head have in a batch (B, T): (1 + K,)."""
-    return torch.stack([labelled(labels, 1 + head).sum() for head in range(1 + heads)])
 
 
 def sample_anchors(labels: Tensor, most: int, generator: torch.Generator | None = None) -> Tensor:
@@ -507,15 +461,9 @@ def feature_loss(states: Tensor, hidden: Tensor) -> Tensor:
 
 
 def rank_counts(logits: Tensor, targets: Tensor, ranks: int, counted: Tensor | None = None) -> Tensor:
-    """How often the label was a head's best guess, its second best, and so on: LongTensor (ranks + 1,).
-
-    The last entry counts labels that are at none of the ranks, which is where a NaN is. The sum of the first k over the
-    sum of all is the top-k accuracy.
-
-    Args:
-        logits: (M, V) of one head; targets (M,) are token ids, or IGNORED for one that the head cannot guess.
-        counted: (M,) which positions count; None for all.
-    """
+    """How often the label was a head's best guess, its second best, and so on: LongTensor (ranks + 1,), whose last
+    entry counts labels at none of the ranks, which is where a NaN is. Targets (M,) of logits (M, V) are IGNORED where
+    the head cannot guess them; `counted` (M,) says which positions count."""
     rank = (~(logits <= logits.gather(1, targets.clamp(min=0)[:, None]))).sum(1).clamp(max=ranks)
     rank = rank.where(targets != IGNORED, ranks)
     rank = rank if counted is None else rank.where(counted, -1)

@@ -22,11 +22,8 @@ Bar = Callable[[int], AbstractContextManager[Callable[[str], Callable[[], None]]
 
 
 def kind_of_text(tokenizer: Any) -> str:
-    """What a base with this tokenizer can write of its own: "chats", or "texts" without a chat template.
-
-    Raises:
-        ValueError: neither: its template shows no lone question, or no token begins a text.
-    """
+    """What a base with this tokenizer can write of its own: "chats", or "texts" without a chat template; else a
+    ValueError."""
     writer = Writer(tokenizer, Sampling(1, 1.0, turns=1))
     return "texts" if writer.chats is None else "chats"
 
@@ -41,23 +38,10 @@ def write_own_text(
     say: Callable[[str], object],
     bar: Bar | None = None,
 ) -> float:
-    """Let the base write so many chats or texts into a file, or those that half of the hours is enough for.
-
-    The same call resumes what was interrupted.
-
-    Args:
-        model: the base, on its device, or one with trained heads, which needs fewer forward passes.
-        file: JSON lines; its folder is made.
-        chats: how many; None for 2,000, or for as many as fit.
-        hours: of writing and training together; None for no limit.
-        max_length: of a row, in tokens.
-        say: told what is written.
-        bar: given the number of chats, yields what begins a part of the work by its name and returns what to call for
-            each chat.
-
-    Returns:
-        The seconds that this took.
-    """
+    """Let the base (or a model with trained heads, which needs fewer forward passes) write so many chats or texts, by
+    default 2,000, or those that half of the hours is enough for, into a file of JSON lines; the seconds that this took.
+    The same call resumes what was interrupted. `bar`, given the number of chats, yields what begins a part of the work
+    by its name and returns what to call for each chat."""
     start, count = time.monotonic(), chats or (OWN_CHATS if hours is None else MOST_CHATS)
     kind = kind_of_text(tokenizer)
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -57,12 +57,7 @@ def recent_loss(history: Sequence[dict[str, Any]]) -> float | None:
 
 
 def check_output(output: Path, resume: bool) -> None:
-    """Refuse a folder before anything is written to it.
-
-    Raises:
-        ValueError: a training is to begin where checkpoints are, or to go on where there is no complete one, or one of
-            weights alone; or the folder is that of another model, such as the base.
-    """
+    """Refuse with a ValueError a folder in which a training cannot begin, or not go on, or that is another model's."""
     config = read_json(output / CONFIG_NAME) if (output / CONFIG_NAME).is_file() else {}
     if not config.get("model_type", "drafthead_").startswith("drafthead_"):
         raise ValueError(f"{str(output)!r} is the folder of a model without heads: give another --output.")
@@ -74,10 +69,8 @@ def check_output(output: Path, resume: bool) -> None:
         if state.get("global_step", 0) < state.get("max_steps", 0):
             refuse_weights_alone(checkpoint)
     if not resume and (checkpoints := sorted(output.glob("checkpoint-*"))):
-        raise ValueError(
-            f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name}): continue it with "
-            "--resume, or give another --output."
-        )
+        what = f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name})"
+        raise ValueError(f"{what}: continue it with --resume, or give another --output.")
 
 
 def refuse_weights_alone(checkpoint: Path) -> None:
@@ -97,10 +90,8 @@ def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
     before = read_json(file) if resume and file.is_file() else {}
     for name, value in run.items():
         if before.get(name, value) != value:
-            raise ValueError(
-                f"{str(output)!r} holds a training with {name} {before[name]!r}, this one has {value!r}: "
-                "resume with the same, or give another --output."
-            )
+            what = f"{str(output)!r} holds a training with {name} {before[name]!r}, this one has {value!r}"
+            raise ValueError(f"{what}: resume with the same, or give another --output.")
     output.mkdir(parents=True, exist_ok=True)
     write_whole(file, json.dumps(run, indent=2) + "\n")
 
@@ -113,23 +104,14 @@ def writing(folder: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError, SafetensorError) as error:
         if out_of_memory(error):
             raise
-        raise OSError(
-            f"{str(folder)!r} cannot be written ({in_one_line(error)}): what was there before is whole; free some "
-            "space, then try again."
-        ) from error
+        what = f"{str(folder)!r} cannot be written ({in_one_line(error)}): what was there before is whole"
+        raise OSError(f"{what}; free some space, then try again.") from error
 
 
 def save_whole(
     model: DraftHeadPreTrainedModel, tokenizer: Any, output: Path, state_dict: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Save heads, and a trained base, so that the folder always holds a complete model, the old or the new one.
-
-    Args:
-        state_dict: the model's tensors, where it is spread over processes.
-
-    Raises:
-        OSError: there is no space, or no permission to write.
-    """
+    """Save heads, and a trained base, so that the folder always holds a complete model, the old or the new one."""
     with writing(output):
         with replacing(output) as folder:
             tokenizer.save_pretrained(folder)

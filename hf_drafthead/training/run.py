@@ -22,17 +22,16 @@ from transformers.utils import logging
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.data.rows import without_format
 from hf_drafthead.data.sources import files_of
-from hf_drafthead.data.texts import one_line
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
-from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training import examples, record
 from hf_drafthead.training.arguments import JOINT, OBJECTIVE_WEIGHTS, QUICK_WIDTH, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress
+from hf_drafthead.training.distill import tokenizer_of
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
@@ -63,6 +62,7 @@ FEW_STEPS = 100  # in which heads learn little
 # In the quick recipe: of the labels, what the tokens cover among which heads choose; and how many these are.
 COVERAGE, LEAST_CHOICES, MOST_CHOICES = 0.99, 8192, 16_384
 PICTURE = "training.png"
+OBJECTIVE = (*OBJECTIVE_WEIGHTS, "feature_noise", "head_decay")
 Tell = Callable[[str], object]
 
 
@@ -135,116 +135,250 @@ def train_heads(
     with tempfile.TemporaryDirectory() if dry_run else nullcontext(output) as place:
         settings = _settings(family, data, Path(place), joint, load or {}, arguments)
         say = (tell or logger.warning) if settings.process_index == 0 else lambda line: None
-        heads_source = HeadsToTrain(str(base), family, heads, fields or {}, load or {}, joint)
-        training = _prepare(heads_source, data, chats, settings, arguments, resume, dry_run, say, bar)
-        if dry_run:
-            return Trained(training.model, {"forecast": training.expected and vars(training.expected)})
-        return _run(training, resume, say, bar)
+        asked: dict[str, Any] = {
+            "chats": chats,
+            "heads": heads,
+            "fields": fields or {},
+            "joint": joint,
+            "load": load or {},
+        }
+        run = _Run(str(base), family, data, settings, arguments, say, bar, resume, dry_run, **asked)
+        run.prepare()
+        return Trained(run.model, {"forecast": run.expected and vars(run.expected)}) if dry_run else run.train()
 
 
-@dataclasses.dataclass(frozen=True)
-class HeadsToTrain:
-    """Which heads are trained: see the arguments of `train_heads`."""
+@dataclasses.dataclass
+class _Run:
+    """One training: what `train_heads` was asked for. Call `prepare`, and then `train`."""
 
     base: str
     family: str
+    data: Any  # from `prepare` on the rows that are ready
+    settings: DraftHeadTrainingArguments
+    arguments: dict[str, Any]
+    say: Tell
+    bar: Bar | None
+    resume: bool
+    dry_run: bool
+    chats: int | None
     heads: str | os.PathLike | None
     fields: dict[str, Any]
-    load: dict[str, Any]
     joint: bool
+    load: dict[str, Any]
+    expected: Forecast | None = None
 
+    def prepare(self) -> None:
+        """Load base and heads, read the data or let the base write it, and estimate what the training will take."""
+        settings, first = self.settings, self.settings.process_index == 0
+        self.output = Path(settings.output_dir)
+        set_seed(settings.seed)
+        # what its tokenizer says is asked before anything large is loaded
+        kind = kind_of_text(self._tokenizer()) if self.data is None else None
+        self.model, self.tokenizer = self._loaded(), self._tokenizer()
+        chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(self.arguments)
+        self.clock = Clock(self.output / "clock.json", settings.hours, None if chosen else EVALUATIONS)
+        if self.resume:
+            self.clock.resume()
+        if kind is not None:
+            self.data = self._own_text(kind)
+        self.data = self._rows()
+        self.about: dict[str, Any] = {"family": self.family, "base": self.base, "joint": self.joint}
+        if self.heads is None:
+            few = (settings.recipe == "quick" and self.family != "draft-model") or self.model.config.wants_fewer_tokens
+            if few and "draft_vocab_size" not in self.fields:
+                choose_among_fewer(self.model, self.data.rows, self.say)
+            self.about["draft_vocab_coverage"] = examples.choose_vocabulary(self.model, self.data.rows)
+        choices = draft_vocabulary(self.model.base, self.model.drafter)
+        if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
+            raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
+        self.about["likeness"] = None
+        if first and not (kind and self.dry_run):
+            self._place()
+            size = settings.per_device_eval_batch_size
+            self.about["likeness"] = examples.likeness(self.model.base.eval(), self.data.held_out, size)
+        if first and not self.dry_run:
+            record.check_run(self.output, self._identity(), self.resume)
+        self.trainer = self._trainer()
+        if first:
+            self.expected = self._expected()
+        settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
 
-@dataclasses.dataclass(frozen=True)
-class Training:
-    """A training that is ready to begin."""
+    def train(self) -> Trained:
+        """Train, evaluate and save."""
+        checkpoint = record.whole_checkpoint(self.output) if self.resume else None
+        if checkpoint is not None and self.expected is not None:
+            self.say(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {self.expected.steps}")
+        self.trainer.resume(checkpoint)
+        summary = {**self.about, **self._summary()}
+        self._save(summary)
+        return Trained(self.model, summary, [*self.trainer.state.log_history])
 
-    model: DraftHeadPreTrainedModel
-    tokenizer: Any
-    data: PreparedData
-    trainer: DraftHeadTrainer
-    about: dict[str, Any]
-    expected: Forecast | None
+    def _tokenizer(self) -> Any:
+        """The base's, with the chat template that was given."""
+        tokenizer = tokenizer_of(self.base, self.load.get("gguf_file"))
+        tokenizer.chat_template = self.settings.chat_template or tokenizer.chat_template
+        return tokenizer
 
+    def _loaded(self) -> Any:
+        """Fresh heads, or trained ones, on their base."""
+        family = find_family(self.family)
+        if self.heads is None:
+            unshared = getattr(family.model_class.config_class, "share_lm_head", None) is False
+            paper = {"share_lm_head": False} if self.settings.recipe == "paper" and unshared else {}
+            return fresh_heads(self.family, self.base, **{**paper, **self.fields}, **self.load)
+        if self.fields:
+            names = ", ".join(sorted(self.fields))
+            raise ValueError(f"{names} cannot be set for trained heads: leave them out, or train fresh heads.")
+        model: Any = family.model_class.from_pretrained(self.heads, base_model=self.base, **self.load)
+        if (saved := model.config.family) != self.family:
+            what = f"the heads in {str(self.heads)!r} are {saved!r} heads, not {self.family!r} ones"
+            raise ValueError(f"{what}: give --family {saved}.")
+        return model
 
-def _prepare(
-    source: HeadsToTrain,
-    data: Any,
-    chats: int | None,
-    settings: DraftHeadTrainingArguments,
-    arguments: dict[str, Any],
-    resume: bool,
-    dry_run: bool,
-    say: Tell,
-    bar: Bar | None,
-) -> Training:
-    """Load base and heads once, read the data or let the base write it, and estimate what the training will take."""
-    output, first = Path(settings.output_dir), settings.process_index == 0
-    set_seed(settings.seed)
-    kind = None
-    if data is None:  # what its tokenizer says is asked before anything large is loaded
-        try:
-            kind = kind_of_text(_tokenizer(source, settings))
-        except OSError as error:
-            raise OSError(
-                f"no tokenizer could be read at {source.base!r} ({one_line(error)}): give the folder or id of the base."
-            ) from error
-    model = _model(source, settings)
-    tokenizer = _tokenizer(source, settings)
-    clock = _clock(settings, arguments)
-    if resume:
-        clock.resume()
-    if kind is not None and dry_run:
-        count = chats or OWN_CHATS
-        say(f"the base would write {kind} first: {count:,} rows of {ASSUMED_LENGTH} tokens are assumed")
-        data = rows_to_assume(model, count)
-    elif kind is not None:
-        data = output / FILE
-        if not resume:
-            _place(model, settings)
-            writer: Any = model.base if source.heads is None else model
-            training = model.training
-            seconds = write_own_text(writer, tokenizer, data, chats, settings.hours, settings.max_length, say, bar)
+    def _place(self) -> None:
+        """Put the model where it is trained, as the Trainer does later."""
+        is_placed = hasattr(self.model.base, "hf_quantizer") or hasattr(self.model.base, "hf_device_map")
+        if not (is_placed or _sharded()):
+            self.model.to(self.settings.device)
+
+    def _own_text(self, kind: str) -> Any:
+        """The file of what the base writes, or rows like that where nothing is to be written."""
+        settings, model, file = self.settings, self.model, self.output / FILE
+        if self.dry_run:
+            count = self.chats or OWN_CHATS
+            self.say(f"the base would write {kind} first: {count:,} rows of {ASSUMED_LENGTH} tokens are assumed")
+            return rows_to_assume(model, count)
+        if not self.resume:
+            self._place()
+            writer: Any = model.base if self.heads is None else model
+            training, limits = model.training, (self.chats, settings.hours, settings.max_length)
+            seconds = write_own_text(writer, self.tokenizer, file, *limits, self.say, self.bar)
             model.train(training)
-            clock.preceded_by(agreed(seconds, settings), first)
+            self.clock.preceded_by(agreed(seconds, settings), settings.process_index == 0)
             set_seed(settings.seed)
-        if clock.limit is not None and clock.limit <= 0:
-            raise ValueError(f"writing took all of the hours: give more of them, or the text as data (--data {data}).")
-    prepared = _prepared(model, tokenizer, data, settings, say)
-    about: dict[str, Any] = {"family": source.family, "base": source.base, "joint": source.joint}
-    if source.heads is None:
-        fewer = (settings.recipe == "quick" and source.family != "draft-model") or model.config.wants_fewer_tokens
-        if fewer and "draft_vocab_size" not in source.fields:
-            choose_among_fewer(model, prepared.rows, say)
-        about["draft_vocab_coverage"] = examples.choose_vocabulary(model, prepared.rows)
-    choices = draft_vocabulary(model.base, model.drafter)
-    if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
-        raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
-    about["likeness"] = _likeness(model, prepared, settings) if first and not (kind and dry_run) else None
-    if first and not dry_run:
-        record.check_run(output, _identity(model, tokenizer, prepared, about, settings), resume)
-    trainer = _trainer(model, prepared, settings, source.joint, arguments, clock)
-    expected = _expected(trainer, prepared, say) if first else None
-    settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
-    return Training(model, tokenizer, prepared, trainer, about, expected)
+        if self.clock.limit is not None and self.clock.limit <= 0:
+            raise ValueError(f"writing took all of the hours: give more of them, or the text as data (--data {file}).")
+        return file
 
+    def _rows(self) -> PreparedData:
+        """The data as rows of token ids."""
+        settings, data = self.settings, self.data
+        settings.max_length = settings.max_length or min(examples.USUAL_LENGTH, examples.longest_text_of(self.model))
+        if not isinstance(data, PreparedData):
+            from hf_drafthead.training.data import read_data  # which needs `datasets`
 
-def _tokenizer(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
-    """The base's, with the chat template that was given."""
-    tokenizer = load_tokenizer(source.base, source.load.get("gguf_file"))
-    tokenizer.chat_template = settings.chat_template or tokenizer.chat_template
-    return tokenizer
+            data = read_data(self.model, self.tokenizer, data, settings)
+            self.say(str(data.report))
+        data = dataclasses.replace(data, rows=without_format(data.rows), held_out=without_format(data.held_out))
+        examples.refuse_short_rows(self.model, data.held_out)
+        return data
 
+    def _identity(self) -> dict[str, Any]:
+        """What must stay the same when a training is resumed."""
+        config = self.model.config
+        values = {name: getattr(config, name) for name in sorted(config.heads_fields())}
+        return {
+            "family": self.family,
+            "config": {name: value for name, value in values.items() if isinstance(value, (int, float, str, list))},
+            "base": record.base_fingerprint(self.model.base),
+            "data": self.data.sha256,
+            "joint": self.joint,
+            **{name: getattr(self.settings, name) for name in ("max_length", "packing", "seed")},
+            "held_out_rows": len(self.data.held_out),
+            "chat_template": hashlib.sha256(repr(self.tokenizer.chat_template).encode()).hexdigest(),
+        }
 
-def _run(training: Training, resume: bool, say: Tell, bar: Bar | None) -> Trained:
-    """Train, evaluate and save."""
-    trainer, expected = training.trainer, training.expected
-    checkpoint = record.whole_checkpoint(Path(trainer.args.output_dir)) if resume else None
-    if checkpoint is not None and expected is not None:
-        say(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {expected.steps}")
-    trainer.resume(checkpoint)
-    summary = {**training.about, **_summary(trainer, training.data)}
-    _save(trainer, training.tokenizer, training.data, summary, say, bar)
-    return Trained(training.model, summary, [*trainer.state.log_history])
+    def _prompts(self) -> list[Tensor]:
+        """Of the held-out rows, for the base's own answers."""
+        longest = examples.longest_text_of(self.model) - self.settings.answer_tokens
+        return examples.own_prompts(self.data.held_out, FORETOLD_PROMPTS, longest)
+
+    def _trainer(self) -> DraftHeadTrainer:
+        """The Trainer, ready to train."""
+        model, settings, foretold = self.model, self.settings, None
+        if settings.recipe == "quick" and "learning_rate" not in self.arguments:
+            settings.learning_rate *= min(1.0, (QUICK_WIDTH / model.config.get_text_config().hidden_size) ** 0.5)
+        if self.joint and settings.lora_rank:
+            add_lora(model, settings.lora_rank)
+        if prompts := self._prompts():
+            size = 8 if settings.device.type == "cpu" else len(prompts)
+            how: dict[str, Any] = {"base_changes": self.joint, "temperature": settings.answer_temperature}
+            foretold = ExpectedTokensPerStep(prompts, settings.answer_tokens, batch_size=size, **how)
+        data: dict[str, Any] = {"train_dataset": self.data.rows, "eval_dataset": self.data.held_out}
+        data |= {"data_collator": examples.collate, "expected_tokens_per_step": foretold}
+        trainer = DraftHeadTrainer(model, settings, clock=self.clock, **data)
+        show_progress(trainer)
+        return trainer
+
+    def _expected(self) -> Forecast:
+        """What the training will take, told with remarks on it."""
+        expected, advice = forecast(self.trainer, self.data), training_advice(self.model.base)
+        for line in (str(expected), *remarks(expected, self.settings), *([advice] if advice else [])):
+            self.say(line)
+        return expected
+
+    def _summary(self) -> dict[str, Any]:
+        """What `training_summary.json` says of the training, after a last evaluation if one is missing."""
+        settings, state, model = self.settings, self.trainer.state, self.model
+        hours = self.clock.hours
+        evaluated = [entry for entry in state.log_history if "eval_loss" in entry]
+        best = settings.load_best_model_at_end and state.best_model_checkpoint
+        step = int(best.rpartition("-")[2]) if best else state.global_step  # of the heads as they are now
+        metrics = next((entry for entry in reversed(evaluated) if entry["step"] == step), None)
+        metrics = metrics or self.trainer.evaluate()
+        model.eval()
+        model.drafter.to(last_layer(model.base)[1])  # in the type that they are loaded in
+        same = ("seed", "recipe", "learning_rate", "weight_decay", "max_length", "packing", "answer_temperature")
+        return {
+            **record.provenance(),
+            "base_revision": model.config.base_model_revision,
+            "data": self.data.source,
+            "data_sha256": self.data.sha256,
+            "data_report": self.data.report and vars(self.data.report),
+            **{name: getattr(settings, name) for name in same},
+            "steps": state.global_step,
+            "best_step": step if best else None,
+            "epochs": round(state.epoch or 0.0, 3),
+            "batch_size": settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
+            "objective": {name: getattr(settings, name) for name in OBJECTIVE},
+            "schedule": SchedulerType(settings.lr_scheduler_type).value,
+            "warmup": settings.warmup_steps,
+            "dtype": str(model.base.dtype).removeprefix("torch."),
+            "lora_rank": settings.lora_rank if settings.base_weight else None,
+            "held_out": {name.removeprefix("eval_"): metrics[name] for name in metrics if name.startswith("eval_")},
+            "tokens_per_step": metrics.get("eval_tokens_per_step"),
+            "train_loss": record.recent_loss(state.log_history),
+            "hours": round(hours, 4),
+        }
+
+    def _save(self, summary: dict[str, Any]) -> None:
+        """Save heads, summary and picture, and the fastest tree if it is to be measured."""
+        trainer, model, settings, output = self.trainer, self.model, self.settings, self.output
+        gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
+        if not trainer.is_world_process_zero():
+            return
+        if self.joint and settings.lora_rank:
+            merge_lora(model)
+        with naming_a_quantized_base(model):
+            record.save_whole(model, self.tokenizer, output, state_dict=gathered)
+        model.name_or_path = str(output)  # a push finds tokenizer and summary there
+        record.write_whole(output / record.SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
+        if find_spec("matplotlib"):
+            record.plot_training(trainer.state.log_history, output / PICTURE)
+        if not settings.calibrate_tree:
+            return
+        saved = f"the heads are saved in {output}"
+        self.say(f"{saved}; now trees are timed, and the fastest is stored with them (Ctrl-C ends that)")
+        minutes = 60 * CALIBRATION * settings.hours if settings.hours else None
+        how: dict[str, Any] = {"new_tokens": settings.answer_tokens, "temperature": settings.answer_temperature}
+        try:
+            calibrate(model, self._prompts(), minutes=minutes, bar=self.bar, notify=self.say, **how)
+        except KeyboardInterrupt:
+            logger.warning("the calibration was interrupted: the fastest tree so far is saved with the heads, if any.")
+        except (ValueError, Unsupported) as reason:
+            logger.warning(f"no tree was calibrated: {reason}")
+        else:
+            model.generation_config.save_pretrained(output)
 
 
 def _settings(
@@ -269,34 +403,11 @@ def _settings(
     }
     if arguments.get("streaming"):
         if "max_steps" not in arguments:
-            raise ValueError(
-                "with streaming the length of an epoch is not known: give the steps with --set max_steps=N."
-            )
+            raise ValueError("with streaming no epoch has a known length: give the steps with --set max_steps=N.")
         # rows of a stream have different lengths: every process makes its own batches
         defaults["accelerator_config"] = {"dispatch_batches": False}
     together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
     return DraftHeadTrainingArguments.for_family(family, str(output), **{**together, **defaults, **arguments})
-
-
-def _model(source: HeadsToTrain, settings: DraftHeadTrainingArguments) -> Any:
-    """Fresh heads, or trained ones, on their base."""
-    family = find_family(source.family)
-    if source.heads is None:
-        unshared = getattr(family.model_class.config_class, "share_lm_head", None) is False
-        paper = {"share_lm_head": False} if settings.recipe == "paper" and unshared else {}
-        return fresh_heads(source.family, source.base, **{**paper, **source.fields}, **source.load)
-    if source.fields:
-        raise ValueError(
-            f"{', '.join(sorted(source.fields))} cannot be set for trained heads, whose config is fixed: leave them "
-            "out, or train fresh heads."
-        )
-    model: Any = family.model_class.from_pretrained(source.heads, base_model=source.base, **source.load)
-    if (saved := model.config.family) != source.family:
-        raise ValueError(
-            f"the heads in {str(source.heads)!r} are {saved!r} heads, not {source.family!r} ones: give --family "
-            f"{saved}."
-        )
-    return model
 
 
 def choose_among_fewer(model: DraftHeadPreTrainedModel, rows: Any, tell: Tell) -> None:
@@ -307,18 +418,17 @@ def choose_among_fewer(model: DraftHeadPreTrainedModel, rows: Any, tell: Tell) -
     size = min(max(examples.tokens_to_cover(rows, known_tokens, COVERAGE), LEAST_CHOICES), MOST_CHOICES)
     if (model.config.draft_vocab_size or known_tokens) <= size:
         return
-    _rebuild(model, draft_vocab_size=size)
+    _rebuild(model, size)
     tell(
         f"the heads choose among the {size:,} tokens that the text holds most, of the base's {known_tokens:,} "
         f"(draft_vocab_size={known_tokens} for all of them)."
     )
 
 
-def _rebuild(model: Any, **fields: Any) -> None:
-    """Fresh heads with other config fields in the place of fresh heads; those that were loaded keep their weights."""
+def _rebuild(model: Any, draft_vocab_size: int) -> None:
+    """Fresh heads of another vocabulary in the place of fresh heads; those that were loaded keep their weights."""
     training, before = model.training, model.drafter
-    for name, value in fields.items():
-        setattr(model.config, name, value)
+    model.config.draft_vocab_size = draft_vocab_size
     model.drafter = model.drafter_class(model.config)
     model.attach(model.base)
     model.drafter.copy_from_base()
@@ -328,92 +438,6 @@ def _rebuild(model: Any, **fields: Any) -> None:
         model.drafter.load_state_dict(weights, strict=False)
         model.drafter.loaded = True
     model.drafter.train(training)
-
-
-def _prepared(
-    model: DraftHeadPreTrainedModel, tokenizer: Any, data: Any, settings: DraftHeadTrainingArguments, tell: Tell
-) -> PreparedData:
-    """The data as rows of token ids."""
-    settings.max_length = settings.max_length or min(examples.USUAL_LENGTH, examples.longest_text_of(model))
-    if not isinstance(data, PreparedData):
-        from hf_drafthead.training.data import read_data  # which needs `datasets`
-
-        data = read_data(model, tokenizer, data, settings)
-        tell(str(data.report))
-    data = dataclasses.replace(data, rows=without_format(data.rows), held_out=without_format(data.held_out))
-    examples.refuse_short_rows(model, data.held_out)
-    return data
-
-
-def _likeness(
-    model: DraftHeadPreTrainedModel, data: PreparedData, settings: DraftHeadTrainingArguments
-) -> dict[str, float] | None:
-    """How well the base predicts the held-out rows."""
-    _place(model, settings)
-    return examples.likeness(model.base.eval(), data.held_out, settings.per_device_eval_batch_size)
-
-
-def _place(model: DraftHeadPreTrainedModel, settings: DraftHeadTrainingArguments) -> None:
-    """Put a model where it is trained, as the Trainer does later."""
-    is_placed = hasattr(model.base, "hf_quantizer") or hasattr(model.base, "hf_device_map")
-    if not (is_placed or _sharded()):
-        model.to(settings.device)
-
-
-def _clock(settings: DraftHeadTrainingArguments, arguments: dict[str, Any]) -> Clock:
-    chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(arguments)
-    return Clock(Path(settings.output_dir) / "clock.json", settings.hours, None if chosen else EVALUATIONS)
-
-
-def _prompts(model: DraftHeadPreTrainedModel, data: PreparedData, settings: DraftHeadTrainingArguments) -> list[Tensor]:
-    """Of the held-out rows, for the base's own answers."""
-    return examples.own_prompts(
-        data.held_out, FORETOLD_PROMPTS, examples.longest_text_of(model) - settings.answer_tokens
-    )
-
-
-def _trainer(
-    model: DraftHeadPreTrainedModel,
-    data: PreparedData,
-    settings: DraftHeadTrainingArguments,
-    joint: bool,
-    arguments: dict[str, Any],
-    clock: Clock,
-) -> DraftHeadTrainer:
-    """The Trainer, ready to train."""
-    if settings.recipe == "quick" and "learning_rate" not in arguments:
-        settings.learning_rate *= min(1.0, (QUICK_WIDTH / model.config.get_text_config().hidden_size) ** 0.5)
-    if joint and settings.lora_rank:
-        add_lora(model, settings.lora_rank)
-    expected_tokens_per_step = None
-    if prompts := _prompts(model, data, settings):
-        expected_tokens_per_step = ExpectedTokensPerStep(
-            prompts,
-            settings.answer_tokens,
-            batch_size=8 if settings.device.type == "cpu" else len(prompts),
-            base_changes=joint,
-            temperature=settings.answer_temperature,
-        )
-    trainer = DraftHeadTrainer(
-        model,
-        settings,
-        train_dataset=data.rows,
-        eval_dataset=data.held_out,
-        data_collator=examples.collate,
-        expected_tokens_per_step=expected_tokens_per_step,
-        clock=clock,
-    )
-    show_progress(trainer)
-    return trainer
-
-
-def _expected(trainer: DraftHeadTrainer, data: PreparedData, tell: Tell) -> Forecast:
-    """What the training will take, told with remarks on it."""
-    expected = forecast(trainer, data)
-    advice = training_advice(trainer.model.base)
-    for line in (str(expected), *remarks(expected, trainer.args), *([advice] if advice else [])):
-        tell(line)
-    return expected
 
 
 def remarks(expected: Forecast, settings: DraftHeadTrainingArguments) -> list[str]:
@@ -438,83 +462,6 @@ def remarks(expected: Forecast, settings: DraftHeadTrainingArguments) -> list[st
             f"{FEW_STEPS * expected.batch:,} rows in all epochs together."
         )
     return lines
-
-
-def _summary(trainer: DraftHeadTrainer, data: PreparedData) -> dict[str, Any]:
-    """What `training_summary.json` says of the training, after a last evaluation if one is missing."""
-    settings, state, model = trainer.args, trainer.state, trainer.accelerator.unwrap_model(trainer.model)
-    hours = 0.0 if trainer.clock is None else trainer.clock.hours
-    evaluated = [entry for entry in state.log_history if "eval_loss" in entry]
-    best = settings.load_best_model_at_end and state.best_model_checkpoint
-    step = int(best.rpartition("-")[2]) if best else state.global_step  # of the heads as they are now
-    metrics = next((entry for entry in reversed(evaluated) if entry["step"] == step), None) or trainer.evaluate()
-    model.eval()
-    model.drafter.to(last_layer(model.base)[1])  # in the type that they are loaded in
-    return {
-        **record.provenance(),
-        "base_revision": model.config.base_model_revision,
-        "data": data.source,
-        "data_sha256": data.sha256,
-        "data_report": data.report and vars(data.report),
-        "seed": settings.seed,
-        "recipe": settings.recipe,
-        "steps": state.global_step,
-        "best_step": step if best else None,
-        "epochs": round(state.epoch or 0.0, 3),
-        "batch_size": settings.train_batch_size * settings.gradient_accumulation_steps * settings.world_size,
-        "learning_rate": settings.learning_rate,
-        "objective": {name: getattr(settings, name) for name in (*OBJECTIVE_WEIGHTS, "feature_noise", "head_decay")},
-        "schedule": SchedulerType(settings.lr_scheduler_type).value,
-        "warmup": settings.warmup_steps,
-        "weight_decay": settings.weight_decay,
-        "max_length": settings.max_length,
-        "packing": settings.packing,
-        "dtype": str(model.base.dtype).removeprefix("torch."),
-        "lora_rank": settings.lora_rank if settings.base_weight else None,
-        "held_out": {name.removeprefix("eval_"): value for name, value in metrics.items() if name.startswith("eval_")},
-        "tokens_per_step": metrics.get("eval_tokens_per_step"),
-        "answer_temperature": settings.answer_temperature,
-        "train_loss": record.recent_loss(state.log_history),
-        "hours": round(hours, 4),
-    }
-
-
-def _save(
-    trainer: DraftHeadTrainer, tokenizer: Any, data: PreparedData, summary: dict[str, Any], say: Tell, bar: Bar | None
-) -> None:
-    """Save heads, summary and picture, and the fastest tree if it is to be measured."""
-    model, settings = trainer.accelerator.unwrap_model(trainer.model), trainer.args
-    output, joint = Path(settings.output_dir), summary["joint"]
-    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
-    if not trainer.is_world_process_zero():
-        return
-    if joint and settings.lora_rank:
-        merge_lora(model)
-    with naming_a_quantized_base(model):
-        record.save_whole(model, tokenizer, output, state_dict=gathered)
-    model.name_or_path = str(output)  # a push finds tokenizer and summary there
-    record.write_whole(output / record.SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
-    if find_spec("matplotlib"):
-        record.plot_training(trainer.state.log_history, output / PICTURE)
-    if not settings.calibrate_tree:
-        return
-    say(f"the heads are saved in {output}; now trees are timed, and the fastest is stored with them (Ctrl-C ends that)")
-    try:
-        calibrate(
-            model,
-            _prompts(model, data, settings),
-            new_tokens=settings.answer_tokens,
-            temperature=settings.answer_temperature,
-            minutes=60 * CALIBRATION * settings.hours if settings.hours else None,
-            bar=bar,
-            notify=say,
-        )
-    except KeyboardInterrupt:
-        logger.warning("the calibration was interrupted: the fastest tree so far is saved with the heads, if any.")
-    except (ValueError, Unsupported) as reason:
-        logger.warning(f"no tree was calibrated: {reason}")
-    else:
-        model.generation_config.save_pretrained(output)
 
 
 def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -543,25 +490,3 @@ def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], argumen
 def _sharded() -> bool:
     """Whether `accelerate launch` shards the model over the processes (FSDP)."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() in ("1", "true")
-
-
-def _identity(
-    model: DraftHeadPreTrainedModel,
-    tokenizer: Any,
-    data: PreparedData,
-    about: dict[str, Any],
-    settings: DraftHeadTrainingArguments,
-) -> dict[str, Any]:
-    """What must stay the same when a training is resumed."""
-    same = ("max_length", "packing", "seed")
-    values = {name: getattr(model.config, name) for name in sorted(model.config.heads_fields())}
-    return {
-        "family": about["family"],
-        "config": {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str, list))},
-        "base": record.base_fingerprint(model.base),
-        "data": data.sha256,
-        "joint": about["joint"],
-        **{name: getattr(settings, name) for name in same},
-        "held_out_rows": len(data.held_out),
-        "chat_template": hashlib.sha256(repr(tokenizer.chat_template).encode()).hexdigest(),
-    }

@@ -57,23 +57,13 @@ def refuse_unknown(tokenizer: Any, ids: list[int], vocab_size: int | None) -> No
 
 
 class ChatEncoder:
-    """Encodes chats with a tokenizer's chat template and marks what the assistant wrote.
+    """Encodes chats with a fast tokenizer's chat template and marks what the assistant wrote; else a ValueError.
 
-    A tokenizer may have named templates: chats with tools are encoded with the one called `tool_use`, others with the
-    one called `default`, as `apply_chat_template` does. The attributes are of chats without tools; `of` has the others.
-
-    Args:
-        tokenizer: a fast tokenizer with a chat template.
-        tools: encode chats with tools, by the template for these.
-
-    Attributes:
-        takes_system: the template shows a system turn.
-        end_of_turn: what the template puts behind an answer, up to and including the first special token.
-        trail: the part of it in front of that token, nearly always nothing.
-        lead: what the template puts between the generation prompt and an answer, often nothing or a space.
-
-    Raises:
-        ValueError: there is no chat template, it cannot show a question and an answer, or the tokenizer is not fast.
+    A tokenizer may have named templates: chats with tools are encoded with the one called `tool_use`, others with
+    the one called `default`, as `apply_chat_template` does. The attributes are of chats without tools; `of` has the
+    others. `end_of_turn` is what the template puts behind an answer, up to and including the first special token,
+    `trail` the part in front of that, nearly always nothing, `lead` what stands between the generation prompt and an
+    answer.
     """
 
     def __init__(self, tokenizer: Any, tools: bool = False) -> None:
@@ -148,12 +138,8 @@ class ChatEncoder:
         return (special, True) if special and not before.strip() else (text.strip(), False)
 
     def fit(self, chat: Chat) -> Chat:
-        """The chat as the template can show it; what it leaves out is noted.
-
-        Raises:
-            Refused: it refuses the chat, or shows no calls of tools or their answers, without which the rest of the
-                chat makes no sense.
-        """
+        """The chat as the template can show it, what it leaves out noted; Refused where it shows no calls of tools or
+        their answers, without which the rest of the chat makes no sense."""
         if (encoder := self.of(chat.tools)) is not self:
             return encoder.fit(chat)
         if self._tools is not None and not chat.tools:
@@ -189,11 +175,7 @@ class ChatEncoder:
         return True  # it shows nothing without them
 
     def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
-        """Token ids of a chat, and labels: the ids of the assistant's tokens, IGNORED elsewhere.
-
-        Raises:
-            Refused: the template refuses the chat, or where an answer begins or ends cannot be determined.
-        """
+        """Token ids of a chat, and labels: the ids of the assistant's tokens, IGNORED elsewhere."""
         text, spans = self.of(chat.tools).spans(chat)
         if not chat.ids or any(ids is None for ids in chat.ids):
             return encode_span(self._bare, text, spans)
@@ -210,10 +192,8 @@ class ChatEncoder:
         return ids, labels
 
     def spans(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and from and to which character each answer goes.
-
-        Each answer is what changes when another is put in its place.
-        """
+        """The text of a chat, and from and to which character each answer goes: what changes with another in
+        its place."""
         text = self.render(chat.messages, tools=chat.tools)
         spans: list[tuple[int, int]] = []
         for number, turn in enumerate(chat.messages):

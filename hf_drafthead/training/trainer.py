@@ -67,17 +67,14 @@ class DraftHeadTrainer(Trainer):
         **kwargs: Any,
     ) -> None:
         recomputed = any(getattr(args, name, False) for name in CHECKPOINTING)
-        if recomputed and not args.base_weight and not _has_layers(model.drafter):
-            raise ValueError(
-                f"activation checkpointing has no effect on {model.config.family} heads, which have no decoder layers "
-                "to recompute: leave gradient_checkpointing out."
-            )
+        layers = any(hasattr(module, "gradient_checkpointing") for module in model.drafter.modules())
+        if recomputed and not args.base_weight and not layers:
+            what = f"{model.config.family} heads, which have no decoder layers"
+            raise ValueError(f"activation checkpointing has no effect on {what}: leave gradient_checkpointing out.")
         adapters, itself = adapter_layers(model.base), args.base_objective == "itself"
         if itself and not adapters:
-            raise ValueError(
-                "base_objective is 'itself', but the base has no adapters that could be switched off: call "
-                "add_lora(model) first, or set base_objective to 'text'."
-            )
+            what = "the base has no adapters that could be switched off"
+            raise ValueError(f"base_objective is 'itself', but {what}: call add_lora(model) first, or choose 'text'.")
         heads_size, base_size = model.config.own_layer.hidden_size, model.config.width
         if args.feature_weight and heads_size != base_size:
             raise ValueError(
@@ -107,11 +104,7 @@ class DraftHeadTrainer(Trainer):
         self.add_callback(CheckGradients())
 
     def resume(self, checkpoint: Path | None) -> None:
-        """Train from a checkpoint, or from the start; a training that was finished is only loaded.
-
-        Raises:
-            ValueError: the checkpoint holds weights alone.
-        """
+        """Train from a checkpoint, or from the start; a training that was finished is only loaded."""
         if checkpoint is not None:
             state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
             most, epochs = self.args.max_steps, self.args.num_train_epochs
@@ -265,19 +258,9 @@ def naming_a_quantized_base(model: Any) -> Iterator[None]:
         del model.save_pretrained
 
 
-def _has_layers(drafter: nn.Module) -> bool:
-    """Whether there is anything in it that activation checkpointing recomputes."""
-    return any(hasattr(module, "gradient_checkpointing") for module in drafter.modules())
-
-
 def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, dropout: float = 0.05) -> None:
-    """Put adapters on all linear layers of the base but its lm_head; the defaults are the published ones.
-
-    Their outputs are scaled by alpha / rank.
-
-    Raises:
-        ValueError: a rank below 1, or adapters are there already.
-    """
+    """Put adapters on all linear layers of the base but its lm_head, whose outputs are scaled by alpha / rank; the
+    defaults are the published ones. A ValueError for a rank below 1, or where adapters are there already."""
     if rank < 1:
         raise ValueError(f"the rank of the adapters is {rank}: expected at least 1, or train the base without them.")
     if adapter_layers(model.base):
@@ -293,7 +276,7 @@ def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, d
 @contextmanager
 def adapters_off(base: Any) -> Iterator[None]:
     """The base as it was before its adapters."""
-    layers = [layer for _, layer in adapter_layers(base)]
+    layers = adapter_layers(base)
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -308,9 +291,9 @@ def merge_lora(model: DraftHeadPreTrainedModel) -> None:
     without_adapters(model.base)
 
 
-def adapter_layers(base: Any) -> list[tuple[str, Any]]:
-    """Every layer of the base that has an adapter, by name; asked of what it can do, for PEFT need not be imported."""
-    return [(name, module) for name, module in base.named_modules() if hasattr(module, "get_base_layer")]
+def adapter_layers(base: Any) -> list[Any]:
+    """Every layer of the base that has an adapter; asked of what it can do, for PEFT need not be imported."""
+    return [module for module in base.modules() if hasattr(module, "get_base_layer")]
 
 
 def heads_output(
@@ -323,24 +306,16 @@ def heads_output(
 ) -> CausalLMOutput:
     """The loss of the family's recipe, of a model in training mode; the base is read without gradients.
 
-    Args:
-        input_ids, labels: (B, T) as for a causal LM, -100 at positions without a loss.
-        attention_mask: (B, T) if rows are padded.
-        position_ids: (B, T) of rows that are one text each.
-        rest: other inputs; tensors among them are refused.
-
-    Raises:
-        ValueError: inputs that the heads cannot learn from, or adapters of the base that are to be trained.
+    `input_ids`, `labels`, `attention_mask` (B, T) as for a causal LM, `position_ids` (B, T) of rows that are one
+    text each. A ValueError of inputs that the heads cannot learn from, or of adapters that are to be trained.
     """
     others = sorted(name for name, value in rest.items() if value is not None and not isinstance(value, (bool, int)))
     if input_ids is None or others:
         raise ValueError(f"heads learn from whole texts: give input_ids, and no {', '.join(others) or 'other inputs'}.")
     if position_ids is not None and bool((position_ids.diff(dim=-1) < 0).any()):
-        raise ValueError(
-            "position_ids restart within a row, so that the heads would read several texts as one: turn off packing "
-            "(packing=False, padding_free=False)."
-        )
-    if any(parameter.requires_grad for _, layer in adapter_layers(model.base) for parameter in layer.parameters()):
+        advice = "turn off packing (packing=False, padding_free=False)"
+        raise ValueError(f"position_ids restart within a row, which heads would read as one text: {advice}.")
+    if any(parameter.requires_grad for layer in adapter_layers(model.base) for parameter in layer.parameters()):
         raise ValueError(
             "the base has adapters that are to be trained, but labels train the heads only: freeze them "
             "(model.base.requires_grad_(False)), or train base and heads together with `hf-drafthead train --joint`."

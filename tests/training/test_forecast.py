@@ -95,7 +95,7 @@ def history(folder):
 def test_trying_a_step_changes_nothing(place, tmp_path, monkeypatch):
     noisy = {"feature_noise": 0.2, "max_steps": 3}  # draws random numbers in every step
     tried = train(place, tmp_path / "tried", **noisy)
-    monkeypatch.setattr(run, "_expected", lambda *arguments: None)
+    monkeypatch.setattr(run._Run, "_expected", lambda run: None)
     untried = train(place, tmp_path / "untried", **noisy)
     for name, tensor in weights(untried.model.drafter).items():
         assert torch.equal(weights(tried.model.drafter)[name], tensor)

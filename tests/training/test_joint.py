@@ -71,7 +71,7 @@ def test_a_base_that_learns_from_itself_has_nothing_to_learn_yet():
     inputs = {"input_ids": ROWS, "labels": ROWS}
     assert joint(model, inputs)[0].item() == pytest.approx(heads(model, inputs)[0].item(), abs=1e-5)
     with torch.no_grad():
-        for _, layer in adapter_layers(model.base):
+        for layer in adapter_layers(model.base):
             torch.nn.init.normal_(layer.lora_B["default"].weight, std=0.3)
     plain = copy.deepcopy(model)
     merge_lora(plain)

@@ -441,7 +441,7 @@ def test_bad_input(place, tmp_path):
         train(place, tmp_path / "g", num_draft_heads=1)
     with pytest.raises(ValueError, match="the data holds 24 rows, of which 24 are to be held out: give more data, or"):
         train(place, tmp_path / "a", held_out_rows=24)
-    with pytest.raises(ValueError, match="with streaming the length of an epoch is not known: give the"):
+    with pytest.raises(ValueError, match="with streaming no epoch has a known length: give the"):
         train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), tmp_path / "b", streaming=True)
     with pytest.raises(ValueError, match="holds no complete checkpoint to resume from: leave --resume out"):
         train(place, tmp_path / "c", resume=True)

@@ -184,7 +184,7 @@ LONELY = "{% if messages|length < 2 %}{{ raise_exception('two turns at least') }
         ),
         (CHATML, {"turns": 0}, "turns is 0: expected at least 1"),
         (CHATML, {"greedy": 1.5}, "greedy is 1.5: expected a share from 0 to 1"),
-        (CHATML, {"temperature": 0.0}, "temperature is 0, but greedy is 0.5: give greedy=1"),
+        (CHATML, {"temperature": 0.0}, "greedy is 0.5 at temperature 0: give greedy=1"),
         (CHATML, {"count": 0}, "count is 0: expected at least 1"),
         (CHATML, {"max_length": 5}, r"max_length is 5, but the chat template has \d+ tokens before a question: give m"),
     ],
