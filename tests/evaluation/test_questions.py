@@ -5,15 +5,9 @@ import json
 import pytest
 from datasets import Dataset
 
+from hf_drafthead.evaluation import questions as room
 from hf_drafthead.evaluation.calls import encode_all
-from hf_drafthead.evaluation.questions import (
-    SPEC_BENCH_TASKS,
-    TOPICS,
-    UNCATEGORISED,
-    Question,
-    read_questions,
-    text_of,
-)
+from hf_drafthead.evaluation.questions import UNCATEGORISED, Question, read_questions, text_of
 from tests.checkpoints import byte_tokenizer
 
 MT_BENCH = {"question_id": 81, "category": "writing", "turns": ["Write.", "Again."], "reference": ["Yes", "No"]}
@@ -71,13 +65,11 @@ def test_chats_and_texts_are_asked_as_distillation_asks_them(tmp_path):
 
 
 def test_spec_bench_s_file_has_the_topics_of_mt_bench_as_one_task(tmp_path):
-    topics = [{**MT_BENCH, "category": name} for name in sorted(TOPICS)]
-    tasks = [{**SPEC_BENCH, "category": name} for name in sorted(SPEC_BENCH_TASKS)]
-    assert {one.category for one in read_questions(file_of(tmp_path, *topics, *tasks))} == {
-        "mt_bench",
-        *("translation", "summarization", "qa", "math_reasoning", "rag"),
-    }
-    assert {one.category for one in read_questions(file_of(tmp_path, *topics))} == TOPICS
+    topics = [{**MT_BENCH, "category": name} for name in sorted(room.TOPICS)]
+    tasks = [{**SPEC_BENCH, "category": name} for name in sorted(room.SPEC_BENCH_TASKS)]
+    together = {one.category for one in read_questions(file_of(tmp_path, *topics, *tasks))}
+    assert together == {"mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"}
+    assert {one.category for one in read_questions(file_of(tmp_path, *topics))} == room.TOPICS
     assert [one.category for one in read_questions(file_of(tmp_path, topics[0], tasks[0]))][0] == "mt_bench"
     own = {**SPEC_BENCH, "category": "mine"}  # whoever groups by hand is left alone
     assert read_questions(file_of(tmp_path, *topics, *tasks, own))[0].category == topics[0]["category"]
@@ -110,10 +102,7 @@ def test_a_data_set_is_read_by_name(tmp_path):
         ('{"turns": []}', 'line 1 is {"turns": []}: expected a chat as {"messages": ['),
         ('{"turns": "a"}', 'line 1 is {"turns": "a"}: expected a chat as {"messages": ['),
         ('{"turns": ["a", 3]}', 'line 1 is {"turns": ["a", 3]}: expected a chat as {"messages": ['),
-        (
-            '{"prompt": "a", "reference": [3]}',
-            'line 1 has the "reference" [3]: expected a text, or some per turn.',
-        ),
+        ('{"prompt": "a", "reference": [3]}', 'line 1 has the "reference" [3]: expected a text, or some per turn.'),
     ],
 )
 def test_a_row_of_no_known_form_is_named(tmp_path, text, message):
@@ -124,20 +113,9 @@ def test_a_row_of_no_known_form_is_named(tmp_path, text, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        (
-            "nowhere.jsonl",
-            "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file, a folder of them,",
-        ),
-        ("no/such-data-set", "no data could be read at 'no/such-data-set' ("),
-    ],
-)
-def test_what_is_not_there_is_refused(name, message):
-    with pytest.raises(OSError) as refused:
-        read_questions(name)
-    assert message in str(refused.value)
+def test_what_is_not_there_is_refused():
+    with pytest.raises(OSError, match="there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"):
+        read_questions("nowhere.jsonl")
 
 
 def test_a_later_turn_is_asked_after_the_model_s_own_answers():
@@ -161,11 +139,6 @@ def test_a_template_that_refuses_is_named():
     tokenizer.chat_template = "{{ raise_exception('no user wanted') }}"
     with pytest.raises(ValueError, match="the chat template cannot take q line 1 .no user wanted.: correct the"):
         text_of(tokenizer, Question(("Hi",), chat=True, where="q line 1"), [])
-
-
-def test_prompts_keep_their_order_and_category(tmp_path):
-    file = file_of(tmp_path, {"prompt": "b", "category": "x", "id": 3}, {"prompt": "a"})
-    assert read_questions(file) == [Question(("b",), "x"), Question(("a",), UNCATEGORISED)]
 
 
 def test_a_part_of_the_questions_is_of_all_categories(tmp_path):

@@ -5,17 +5,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 
 from hf_drafthead.evaluation import roofline
-from hf_drafthead.evaluation.roofline import (
-    MACHINES,
-    Machine,
-    Operator,
-    attention,
-    base_work,
-    draft_work,
-    linear,
-    plan_trees,
-    seconds_of,
-)
+from hf_drafthead.evaluation.roofline import MACHINES, Machine, Operator, base_work, plan_trees, seconds_of
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
 from tests.bases import VOCABULARY, tiny_base
@@ -33,7 +23,7 @@ def intensity(work: Operator) -> float:
     "rows, nodes, expected", [(1, 1, 1.0), (1, 16, 15.95), (1, 112, 109.47), (16, 64, 845.59), (64, 112, 2893.91)]
 )
 def test_linear_layers_have_the_operational_intensity_of_medusa_s_table_8(rows, nodes, expected):
-    work = linear(rows * nodes, LLAMA_33B["hidden"], LLAMA_33B["inner"], width=2, count=3)
+    work = roofline.linear(rows * nodes, LLAMA_33B["hidden"], LLAMA_33B["inner"], width=2, count=3)
     assert intensity(work) == pytest.approx(expected, abs=0.006)
 
 
@@ -43,7 +33,9 @@ def test_linear_layers_have_the_operational_intensity_of_medusa_s_table_8(rows, 
 )
 def test_attention_has_the_operational_intensity_of_medusa_s_table_6(past, nodes, expected):
     heads, size = LLAMA_33B["heads"], LLAMA_33B["size"]
-    assert intensity(attention(16, nodes, past, heads, heads, size, width=2)) == pytest.approx(expected, abs=0.006)
+    assert intensity(roofline.attention(16, nodes, past, heads, heads, size, width=2)) == pytest.approx(
+        expected, abs=0.006
+    )
 
 
 def test_an_operator_takes_the_longer_of_arithmetic_and_memory():
@@ -70,7 +62,7 @@ def test_a_layer_that_guesses_every_level_is_read_at_every_level():
     for family in FAMILIES:
         model = family.build(base)
         weights = sum(weight.nbytes for weight in model.drafter.parameters())
-        work[family.name] = sum(one.bytes for one in draft_work(model, 1, tree)) / weights
+        work[family.name] = sum(one.bytes for one in roofline.draft_work(model, 1, tree)) / weights
     assert work["eagle"] > 3 and work["medusa"] <= 1  # the lm_head of the base is read besides
 
 

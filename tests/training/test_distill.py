@@ -70,9 +70,8 @@ def by_hand(base, tokenizer, questions: list[str], max_new_tokens: int) -> list[
     messages = []
     for question in questions:
         messages.append({"role": "user", "content": question})
-        prompt = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        prompt = tokenizer.apply_chat_template(messages, **how)
         ids = base.generate(**prompt, max_new_tokens=max_new_tokens, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         ended = ids[-1] == tokenizer.eos_token_id
         answer = tokenizer.decode(ids, skip_special_tokens=True).removeprefix(" ")
@@ -146,9 +145,8 @@ def test_the_draws_of_some_rows_are_theirs():
     draw = RowDraws(keys, 2, 5, [1.0, 1.0, 0.7], 1.0)
     assert torch.equal(draw.for_rows([2, 0])(prefix[:2], scores[:2]), draw(prefix, scores)[[2, 0]])
     assert not torch.equal(draw(prefix[:, :3], scores), draw(prefix, scores))
-    assert torch.equal(
-        draw(prefix, scores), RowDraws(keys, 3, 5, [1.0, 1.0, 0.7], 1.0)(prefix[:, [0, *range(4)]], scores)
-    )
+    longer = RowDraws(keys, 3, 5, [1.0, 1.0, 0.7], 1.0)
+    assert torch.equal(draw(prefix, scores), longer(prefix[:, [0, *range(4)]], scores))
 
 
 def test_rows_without_a_temperature_stay_greedy_and_what_is_impossible_is_never_drawn():
@@ -198,10 +196,7 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(base, tokenizer, tmp_pat
 @pytest.mark.parametrize(
     "change, text",
     [
-        (
-            {"seed": 4},
-            "was started with seed=3, but now seed=4: use the same setting, or give another output.",
-        ),
+        ({"seed": 4}, "was started with seed=3, but now seed=4: use the same setting, or give another output."),
         ({"temperature": 0.5}, "was started with temperature=1.1, but now temperature=0.5"),
         ({"max_new_tokens": 3}, "was started with max_new_tokens=12, but now max_new_tokens=3"),
         ({"rows": CHATS[1:]}, "was started with data='"),
@@ -215,17 +210,12 @@ def test_an_output_is_not_mixed_from_two_settings(base, tokenizer, tmp_path, cha
     with pytest.raises(ValueError) as error:
         distill(base, tokenizer, output=tmp_path / "out.jsonl", **asked | change)
     assert text in str(error.value)
-    assert (tmp_path / "out.jsonl").read_bytes() == before
-
-
-def test_an_output_is_not_mixed_from_two_bases(base, tokenizer, tmp_path):
-    asked = {"rows": CHATS[:2], **SETTINGS}
-    distill(base, tokenizer, output=tmp_path / "out.jsonl", **asked)
     other = copy.deepcopy(base)  # of the same name
     with torch.no_grad():
         other.get_input_embeddings().weight.mul_(1.5)
     with pytest.raises(ValueError, match="was started with weights='[0-9a-f]{16}', but now weights="):
         distill(other, tokenizer, output=tmp_path / "out.jsonl", **asked)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
 def test_another_file_is_not_overwritten(base, tokenizer, tmp_path):
@@ -365,8 +355,8 @@ BAD_SETTINGS = [
     ({"max_length": 513}, "max_length is 513, but the base has 512 positions: give at most that many."),
     ({"rows": []}, "there is nothing to ask in the data: 0 of 0 rows were refused."),
     (
-        {"rows": [{"messages": [{"role": "owl", "content": "x"}]}]},
-        "there is nothing to ask in the data: 1 of 1 rows were refused (row 0: turn 0 has the unknown role 'owl').",
+        {"rows": [{"messages": []}]},
+        "there is nothing to ask in the data: 1 of 1 rows were refused (row 0: it has no turns).",
     ),
 ]
 
@@ -402,9 +392,7 @@ def test_models_come_with_their_tokenizer(tmp_path):
     for name, kind in ((folder, "LlamaForCausalLM"), (heads, FAMILIES["medusa"].__name__)):
         model, tokenizer = load_model(str(name))
         assert type(model).__name__ == kind and len(tokenizer) == 259
-    with pytest.raises(
-        OSError, match="no model could be read at '.*nowhere' .*: give the folder or id of a causal language"
-    ):
+    with pytest.raises(OSError, match="no model could be read at '.*nowhere' .*: give the folder or id of a causal"):
         load_model(str(tmp_path / "nowhere"))
 
 
@@ -437,16 +425,11 @@ def test_two_processes_write_the_same_rows_as_one(base, tokenizer, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, output],
-            env={**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        for rank in range(2)
-    ]
+    how = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
+    started = []
+    for rank in "01":
+        environment = {**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+        started.append(subprocess.Popen([sys.executable, "-c", SCRIPT, output], env=environment, **how))
     told = [process.communicate(timeout=300)[0] for process in started]
     answered = len(read(tmp_path / "one.jsonl"))  # empty answers are in no row
     assert told == [f"7 {answered - found} {found}\n"] * 2

@@ -24,7 +24,7 @@ from hf_drafthead.training.data import read_data
 from hf_drafthead.training.distill import distill
 from hf_drafthead.training.examples import PreparedData, own_prompts
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.record import SUMMARY, check_run, save_whole, whole_checkpoint
+from hf_drafthead.training.record import SUMMARY, save_whole, whole_checkpoint
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from hf_drafthead.trees import calibrate
@@ -49,9 +49,8 @@ def place(tmp_path_factory):
     """A folder with a tiny base that has the zoo's tokenizer, and some texts."""
     folder = tmp_path_factory.mktemp("run")
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    tiny_base(dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(
-        folder / "base"
-    )
+    base = tiny_base(dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=128)
+    base.save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
     texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(24)]
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
@@ -75,9 +74,8 @@ def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, 
     assert trained.summary["answer_temperature"] == entry["measured"]["temperature"] == 0.7
     assert loaded.generation_config.calibration == [entry] and entry["batch_size"] == 1
     nodes = set()
-    loaded.generate(
-        torch.full((1, 4), 70), max_new_tokens=6, on_step=lambda record: nodes.add(record.drafted if record.step else 0)
-    )
+    note = lambda record: nodes.add(record.drafted if record.step else 0)  # noqa: E731
+    loaded.generate(torch.full((1, 4), 70), max_new_tokens=6, on_step=note)
     alone = set() if entry["tree"] else {1}  # copies are drafted where some match
     sizes = {max(len(entry["tree"]), entry["lookup"]) + 1} | alone
     assert 0 in nodes and set() < nodes - {0} <= sizes
@@ -243,9 +241,8 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
     ids=["family", "config", "data", "base", "base of other weights"],
 )
 def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path):
-    tiny_base(seed=1, dtype=torch.float32, vocab_size=1024, max_position_embeddings=128).save_pretrained(
-        place / "other"
-    )
+    other = tiny_base(seed=1, dtype=torch.float32, vocab_size=1024, max_position_embeddings=128)
+    other.save_pretrained(place / "other")
     touched = AutoModelForCausalLM.from_pretrained(place / "base")
     with torch.no_grad():
         touched.model.layers[0].mlp.up_proj.weight.add_(0.01)
@@ -263,9 +260,7 @@ def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path)
     run(tmp_path / "run", False, **given)
     with pytest.raises(ValueError, match=line):
         run(tmp_path / "run", True, **{**given, **changed})
-    with pytest.raises(
-        ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): continue it with"
-    ):
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): continue"):
         run(tmp_path / "run", False, **given)
 
 
@@ -325,9 +320,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights(tmp_path):
     trainer = trainer_of(model, tmp_path, max_steps=6, save_strategy="steps", save_steps=1)
     parameter = next(model.drafter.parameters())
     parameter.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 3 else grad)
-    with pytest.raises(
-        FloatingPointError, match=r"the gradient became nan in step 4: lower .*checkpoint-3 is complete"
-    ):
+    with pytest.raises(FloatingPointError, match=r"the gradient became nan in step 4: .*checkpoint-3 is complete"):
         trainer.train()
     assert all(torch.isfinite(tensor).all() for tensor in weights(model.drafter).values())
 
@@ -417,9 +410,7 @@ def test_recipes_are_the_papers_and_can_be_changed(tmp_path):
 def test_options_are_told_apart():
     given = {"num_draft_heads": 3, "max_steps": 5}
     assert sort_options("medusa", given) == ({"num_draft_heads": 3}, {"max_steps": 5})
-    with pytest.raises(
-        ValueError, match=r"'num_heads' is neither a config field of medusa \(.*num_draft_heads.*\) nor"
-    ):
+    with pytest.raises(ValueError, match=r"'num_heads' is neither a config field of medusa \(.*num_draft_heads"):
         sort_options("medusa", {"num_heads": 3})
 
 
@@ -460,43 +451,28 @@ def test_bad_input(place, tmp_path):
         train_heads(str(place / "base"), "medusa", str(tmp_path / "hydra"), tmp_path / "hydra" / "heads", **QUICK)
     with pytest.raises(ValueError, match="the heads choose among 3 tokens: give a draft_vocab_size of at least 10"):
         train(place, tmp_path / "h", fields={"draft_vocab_size": 3})
-    check_run(tmp_path / "f", {"family": "medusa"}, resume=False)
-    with pytest.raises(
-        ValueError, match="holds a training with family 'medusa', this one has 'hydra': resume with the"
-    ):
-        check_run(tmp_path / "f", {"family": "hydra"}, resume=True)
 
 
 @pytest.mark.parametrize(
     "given, line",
     [
+        ({"joint": True}, r"a base that is sharded \(FSDP\) cannot be trained along with its heads"),
         ({"base_weight": 1.0}, "base_weight is for a base that is trained along with its heads: add --joint, or drop"),
         ({"base_objective": "itself"}, "base_objective is for a base that is trained .*: add --joint, or drop it"),
-        (
-            {"joint": True, "lora_rank": 0, "base_objective": "itself"},
-            "base_objective=itself trains adapters of the base: ",
-        ),
+        ({"joint": True, "lora_rank": 0, "base_objective": "itself"}, "base_objective=itself trains adapters of"),
         ({"joint": True, "load": {"quantization_config": {}}}, "a quantized base cannot be trained with its heads"),
     ],
-    ids=["weight", "objective", "no adapters", "quantized"],
+    ids=["sharded", "weight", "objective", "no adapters", "quantized"],
 )
-def test_contradictions_are_refused_before_anything_is_read(given, line, tmp_path):
+def test_contradictions_are_refused_before_anything_is_read(given, line, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(len(given) == 1 and "joint" in given))
     with pytest.raises(ValueError, match=line):
         train_heads("no/base", "medusa", "no data", tmp_path, **given)
 
 
-def test_a_base_that_is_sharded_is_not_trained_along(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match=r"a base that is sharded \(FSDP\) cannot be trained along with its heads"):
-        train_heads("no/base", "medusa", "no data", tmp_path, joint=True)
-
-
 def test_chats_are_written_by_the_template_that_was_given_and_saved(place, tmp_path):
-    chats = [
-        [{"role": "user", "content": f"question {n}"}, {"role": "assistant", "content": f"answer {n}"}]
-        for n in range(9)
-    ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": chat}) for chat in chats))
+    sharegpt = [[{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "a"}] for n in range(9)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"conversations": chat}) for chat in sharegpt))
     given = (str(place / "base"), "medusa", str(tmp_path / "chats.jsonl"))
     with pytest.raises(ValueError, match="chat template"):
         train_heads(*given, tmp_path / "none", **QUICK)
@@ -528,10 +504,8 @@ def test_refused_rows_are_told(place, tmp_path, caplog, monkeypatch):
     settings = {**QUICK, "held_out_rows": 1}
     trained = train_heads(str(place / "base"), "medusa", str(tmp_path / "first.jsonl"), tmp_path / "first", **settings)
     report = trained.summary["data_report"]
-    assert report["refused"] == 2 and [name.partition(":")[0] for name in report["refusals"]] == [
-        "first.jsonl row 0",
-        "first.jsonl row 1",
-    ]
+    named = [name.partition(":")[0] for name in report["refusals"]]
+    assert report["refused"] == 2 and named == ["first.jsonl row 0", "first.jsonl row 1"]
 
 
 def test_short_rows_are_no_harm(place, tmp_path):
