@@ -53,16 +53,9 @@ def test_a_license_that_the_hub_does_not_know_is_refused(run, tmp_path, given, m
 
 
 def test_a_folder_without_heads_is_a_user_s_mistake(run, tmp_path):
-    code, out, err = run("card", tmp_path)
-    assert (code, out) == (2, "")
-    lacking = "is no draft-head checkpoint (there is no config.json, or it is empty)"
-    assert err.startswith(f"hf-drafthead: {str(tmp_path)!r} {lacking}: give the folder of") and err.count("\n") == 1
-
-
-def test_what_is_no_folder_is_said_to_be_none(run):
-    code, out, err = run("card", "org/heads")
-    assert (code, out) == (2, "")
-    assert err == (
-        "hf-drafthead: there is no folder 'org/heads': give the folder of a draft-head checkpoint; a repository of the "
-        "Hub is downloaded first (`hf download org/name --local-dir name`).\n"
-    )
+    for folder, said in (
+        (tmp_path, "is no draft-head checkpoint (there is no config.json"),
+        ("org/heads", "no folder"),
+    ):
+        code, out, err = run("card", folder)
+        assert (code, out, err.count("\n")) == (2, "", 1) and said in err

@@ -74,6 +74,14 @@ def newline(base) -> int:
     return tools()[1].convert_tokens_to_ids(tools()[1].tokenize("\n"))[0]
 
 
+def long_processors() -> LogitsProcessorList:
+    return LogitsProcessorList([MinLengthLogitsProcessor(30, 0)])
+
+
+def negative_prompt() -> dict[str, Any]:
+    return {"guidance_scale": 1.5, "negative_prompt_ids": encoded(2)["input_ids"][:, -3:]}
+
+
 def letters(base) -> list[int]:
     return list(range(40, 400))
 
@@ -156,27 +164,15 @@ SETTINGS: dict[str, Tried] = {
 ARGUMENTS: dict[str, Tried] = {
     "inputs": Tried(lambda base: {"inputs": encoded(2)["input_ids"], "input_ids": None}),
     "generation_config": Tried(lambda base: {"generation_config": GenerationConfig(max_new_tokens=9)}),
-    "logits_processor": Tried(
-        lambda base: {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(30, 0)])}
-    ),
-    "stopping_criteria": Tried(
-        lambda base: {
-            "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(encoded(2)["input_ids"].shape[1] + 5)])
-        }
-    ),
+    "logits_processor": Tried(lambda base: {"logits_processor": long_processors()}),
+    "stopping_criteria": Tried(lambda base: {"stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(30)])}),
     "prefix_allowed_tokens_fn": Tried(lambda base: {"prefix_allowed_tokens_fn": lambda row, ids: letters(base)}),
     "synced_gpus": Tried({"synced_gpus": False}),
     "assistant_model": Tried(lambda base: {"assistant_model": base}, rows=1),
     "streamer": Tried(lambda base: {"streamer": Collects()}, rows=1),
-    "negative_prompt_ids": Tried(
-        lambda base: {"guidance_scale": 1.5, "negative_prompt_ids": encoded(2)["input_ids"][:, -3:]}
-    ),
+    "negative_prompt_ids": Tried(lambda base: negative_prompt()),
     "negative_prompt_attention_mask": Tried(
-        lambda base: {
-            "guidance_scale": 1.5,
-            "negative_prompt_ids": encoded(2)["input_ids"][:, -3:],
-            "negative_prompt_attention_mask": torch.ones(2, 3, dtype=torch.long),
-        }
+        lambda base: {**negative_prompt(), "negative_prompt_attention_mask": torch.ones(2, 3, dtype=torch.long)}
     ),
     "custom_generate": Tried({"custom_generate": own_loop}),
     "use_model_defaults": Tried({"use_model_defaults": True}),
@@ -257,18 +253,16 @@ def outcome(name: str, tried: Tried) -> Outcome:
             found.differences.append(f"the base raises {expected!r}, the model {got!r:.300}")
         return found
     drafted = getattr(got, "accepted_lengths", None) is not None
-    found = Outcome(
-        name, settings, "drafts" if drafted and not reasons else "; ".join(reasons) or "nothing was drafted"
-    )
+    what = "drafts" if drafted and not reasons else "; ".join(reasons) or "nothing was drafted"
+    found = Outcome(name, settings, what)
     if isinstance(got, Exception):
         found.differences.append(f"the model raises {got!r}")
         return found
     (_, state, stream, _), (_, own_state, own_stream, _) = results
     if not torch.equal(state, own_state):
         found.differences.append("the generator is left in another state")
-    if stream != own_stream and [t for s in stream if s != "end" for t in flat(s)] != [
-        t for s in own_stream if s != "end" for t in flat(s)
-    ]:
+    theirs, ours = ([t for s in one or () if s != "end" for t in flat(s)] for one in (stream, own_stream))
+    if theirs != ours:
         found.differences.append("the streamer is shown other tokens")
     found.differences += differences(expected, got)
     return found

@@ -98,35 +98,12 @@ def run(words: list[str], capsys) -> tuple[int, str, str]:
 
 COMMANDS = ["generate", "generate --stream", "bench", "verify", "calibrate", "info", "distill", "train"]
 FIELDS = [name for name in table.fields_there_are() if name in table.SETTINGS and not name.startswith("_")]
-# One that is set in a published base, or has ended a command before, is tried in every run.
-ALWAYS = [
-    "exponential_decay_length_penalty",
-    "stop_strings",
-    "return_dict_in_generate",
-    "num_return_sequences",
-    "output_scores",
-    "token_healing",
-]
-
-
-def cases() -> list[Any]:
-    """Every command with every field."""
-    slow = pytest.mark.slow
-    return [
-        pytest.param(
-            command,
-            name,
-            id=f"{command}, {name}",
-            marks=() if name in ALWAYS else slow,
-        )
-        for command in COMMANDS
-        for name in FIELDS
-    ]
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers' own, of settings that it is about to drop
-@pytest.mark.parametrize("command, name", cases())
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command, name, folder, capsys, caplog):
     if name == "assistant_early_exit":  # transformers uses in it what it deprecates
         caplog.set_level("ERROR", "transformers.generation.utils")
@@ -138,9 +115,8 @@ def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command,
     code, out, said = run(words_of(command, folder), capsys)
     if code == 2:  # the base refuses it too, or has no drafts of which a tree could be chosen
         lines = [line for line in said.splitlines() if line.startswith("hf-drafthead: ")]
-        known = any(
-            reason in lines[0] for reason in ("never draft on this base", "`streamer` cannot be used with beam")
-        )
+        refusals = ("never draft on this base", "`streamer` cannot be used with beam")
+        known = any(reason in lines[0] for reason in refusals)
         assert len(lines) == 1 and (isinstance(right, Exception) or known), said
         return
     if command == "verify" and code == 1:  # what the base asks for leaves nothing to guess, and so nothing was verified

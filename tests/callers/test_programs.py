@@ -41,13 +41,9 @@ SCHEMA = {
 
 
 def parser(kind: str):
-    match kind:
-        case "json":
-            return JsonSchemaParser(SCHEMA)
-        case "regex":
-            return RegexParser(r"def [a-z]{3,8}\(self\):\n    return self\.[a-z]{2,6}")
-        case _:
-            return StringParser("import collections, functools, itertools")
+    if kind == "regex":
+        return RegexParser(r"def [a-z]{3,8}\(self\):\n    return self\.[a-z]{2,6}")
+    return JsonSchemaParser(SCHEMA) if kind == "json" else StringParser("import collections, functools, itertools")
 
 
 @cache

@@ -108,10 +108,8 @@ def test_both_sides_write_the_text_of_the_base_and_guesses_have_colours(page, hy
     assert shown(page, "heads") == shown(page, "base") == expected
     assert page.locator("#heads-text .dh-1").count() > 0 and page.locator("#heads-text .dh-2").count() > 0
     assert page.locator("#base-text .dh-1").count() == 0
-    colours = {
-        page.eval_on_selector(f"#heads-text .dh-{depth}", "element => getComputedStyle(element).backgroundColor")
-        for depth in (1, 2)
-    }
+    colour = "element => getComputedStyle(element).backgroundColor"
+    colours = {page.eval_on_selector(f"#heads-text .dh-{depth}", colour) for depth in (1, 2)}
     assert len(colours) == 2 and "rgba(0, 0, 0, 0)" not in colours
     assert re.search(r"Speedup \d+\.\d\d\. Heads and base wrote the same text\.", page.inner_text("#verdict"))
 

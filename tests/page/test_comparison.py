@@ -16,6 +16,7 @@ from hf_drafthead.page.comparison import BASE, HEADS, SideBySide
 PROMPT = "def read_json(path):\n"
 TREE = DraftTree([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
 GREEDY = {"do_sample": False, "max_new_tokens": 48}
+LONG = {"do_sample": False, "max_new_tokens": 480, "min_new_tokens": 480}
 SAMPLED = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 48}
 
 
@@ -131,9 +132,7 @@ def test_where_the_base_decodes_by_itself_it_is_told(hydra, given):
 
 
 def test_a_stop_ends_both_sides_before_their_end(hydra, given):
-    comparison = SideBySide(
-        hydra[0], given, {**GREEDY, "max_new_tokens": 480, "min_new_tokens": 480}, DraftSettings(draft_tree=TREE)
-    )
+    comparison = SideBySide(hydra[0], given, LONG, DraftSettings(draft_tree=TREE))
     for _ in comparison.run():
         if comparison.sides[HEADS].tokens:
             comparison.stop()
@@ -143,9 +142,7 @@ def test_a_stop_ends_both_sides_before_their_end(hydra, given):
 
 
 def test_leaving_early_ends_both_sides(hydra, given):
-    comparison = SideBySide(
-        hydra[0], given, {**GREEDY, "max_new_tokens": 480, "min_new_tokens": 480}, DraftSettings(draft_tree=TREE)
-    )
+    comparison = SideBySide(hydra[0], given, LONG, DraftSettings(draft_tree=TREE))
     running = comparison.run()
     next(running)
     running.close()

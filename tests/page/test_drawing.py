@@ -39,10 +39,7 @@ def test_a_copy_has_a_colour_of_its_own():
     drawn = drawing.text(TOKENIZER, side)
     assert re.findall(r'class="dh-(copy|\d)"[^>]*>(.)<', drawn) == [("copy", "b"), ("2", "c"), ("1", "e")]
     assert ".dh-copy " in drawing.CSS and "dh-copy" in drawing.depth_legend(2)
-
-
-def test_colours_begin_again_behind_the_last():
-    assert [drawing.shade(depth) for depth in (1, 6, 7)] == [1, 6, 1]
+    assert [drawing.shade(depth) for depth in (1, 6, 7)] == [1, 6, 1]  # colours begin again behind the last
     assert all(f".dh-{shade} " in drawing.CSS for shade in range(1, 7))
 
 
@@ -67,13 +64,8 @@ def test_figures_are_those_of_the_side():
     def cells(side):
         return {name: value for value, name in re.findall(r"<b>(.*?)</b><br>(.*?)<", drawing.figures_row(side))}
 
-    assert cells(heads("abcdef", [3, 2])) == {
-        "tokens": "6",
-        "seconds": "2.00",
-        "tokens per second": "3.0",
-        "forward passes": "2",
-        "tokens per step": "2.50",
-    }
+    expected = {"tokens": "6", "seconds": "2.00", "tokens per second": "3.0", "forward passes": "2"}
+    assert cells(heads("abcdef", [3, 2])) == {**expected, "tokens per step": "2.50"}
     base = Side(BASE, ids("abcdef"), seconds=3.0)
     assert cells(base)["forward passes"] == "5" and cells(base)["tokens per step"] == "1.00"
     assert cells(Side(BASE))["tokens per second"] == "–"
@@ -83,10 +75,8 @@ def test_the_tree_shows_tokens_on_the_walk_and_ranks_elsewhere():
     drawn = drawing.tree(TOKENIZER, TREE, heads("abcdef", [3, 2]).steps, 0)
     labels = re.findall(r'<g class="(\w+)">.*?<text[^>]*>(.*?)</text>', drawn)
     assert labels == [("walked", "a"), ("walked", "b"), ("idle", "2"), ("idle", "1"), ("walked", "c")]
-    walked = [
-        line.get("stroke") for line in ElementTree.fromstring(drawn).iter("path") if line.get("class") == "walked"
-    ]
-    assert walked == [drawing.DEPTH_COLOURS[0], drawing.DEPTH_COLOURS[1]]
+    paths = ElementTree.fromstring(drawn).iter("path")
+    assert [line.get("stroke") for line in paths if line.get("class") == "walked"] == [*drawing.DEPTH_COLOURS[:2]]
 
 
 def test_lines_are_thicker_where_more_steps_went():
@@ -105,8 +95,5 @@ def test_a_step_is_told_in_a_sentence():
 
 def test_white_space_can_be_seen():
     assert [drawing.visible(TOKENIZER, ids(blank)[0]) for blank in " \n\t"] == ["␣", "⏎", "⇥"]
-
-
-def test_a_long_token_is_cut():
     tokenizer = SimpleNamespace(decode=lambda tokens, **_: "a" * tokens[0])
     assert [drawing.visible(tokenizer, length) for length in (0, 16, 17)] == ["∅", "a" * 16, "a" * 15 + "…"]

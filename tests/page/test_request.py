@@ -8,18 +8,8 @@ import torch
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.page.comparison import BASE, HEADS, OWN_TREE, Asked
 
-ASKED = Asked(
-    written="import os\n",
-    chat=False,
-    messages=[],
-    tree=OWN_TREE,
-    temperature=0.0,
-    acceptance="exact",
-    max_new_tokens=8,
-    copies=0,
-    seed=0,
-    with_base=False,
-)
+HOW = {"temperature": 0.0, "acceptance": "exact", "max_new_tokens": 8, "copies": 0, "seed": 0, "with_base": False}
+ASKED = Asked(written="import os\n", chat=False, messages=[], tree=OWN_TREE, **HOW)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}# {{ m.role }}\n{{ m.content }}\n{% endfor %}"
 
 
@@ -46,6 +36,7 @@ def test_the_tree_is_the_one_asked_for(hydra, tree, expected):
 
 
 def test_without_a_tree_the_model_drafts_its_own(hydra):
+    assert BASE not in asked().comparison(*hydra).sides and BASE in asked(with_base=True).comparison(*hydra).sides
     stored = DraftTree([tuple(path) for path in hydra[0].generation_config.draft_tree])
     assert asked().comparison(*hydra).tree == stored == asked(tree=" ").comparison(*hydra).tree
 
@@ -60,9 +51,8 @@ def test_temperature_seed_and_length_decide_what_is_written(hydra):
     greedy = written(asked().comparison(*hydra))
     assert len(greedy) == 8
     assert written(asked(seed=5).comparison(*hydra)) == greedy
-    first, again, other = (
-        written(asked(temperature=1.5, seed=seed, max_new_tokens=16).comparison(*hydra)) for seed in (1, 1, 2)
-    )
+    hot = [asked(temperature=1.5, seed=seed, max_new_tokens=16).comparison(*hydra) for seed in (1, 1, 2)]
+    first, again, other = map(written, hot)
     assert first == again != other
 
 
@@ -72,9 +62,8 @@ def test_the_acceptance_is_the_one_asked_for(hydra, acceptance):
     model, tokenizer = hydra
     given = tokenizer(ASKED.written, return_tensors="pt")
     torch.manual_seed(3)
-    text = model.generate(
-        **given, do_sample=True, temperature=1.0, max_new_tokens=8, acceptance=acceptance, draft_tree=comparison.tree
-    )
+    call = {**given, "do_sample": True, "temperature": 1.0, "max_new_tokens": 8, "acceptance": acceptance}
+    text = model.generate(**call, draft_tree=comparison.tree)
     tokens = written(comparison)
     assert tokens == text[0, given["input_ids"].shape[1] :].tolist()
     assert tokens != written(asked(temperature=1.0, seed=3).comparison(*hydra))
@@ -97,11 +86,6 @@ def test_a_chat_goes_through_the_template(hydra, monkeypatch):
     plain = asked(written="# user\nx = 1\n# assistant\ny = 2\n# user\nz = 3\n")
     assert written(chat.comparison(model, tokenizer)) == written(plain.comparison(model, tokenizer))
     assert chat.conversation == [*said, {"role": "user", "content": "z = 3"}]
-
-
-def test_the_base_writes_where_it_is_asked_to(hydra):
-    assert BASE not in asked().comparison(*hydra).sides
-    assert BASE in asked(with_base=True).comparison(*hydra).sides
 
 
 @pytest.mark.parametrize(

@@ -27,22 +27,26 @@ def spend(seconds: float) -> None:
         time.sleep(0.0005)
 
 
-def test_only_one_run_computes_at_a_time():
+def test_only_one_run_computes_at_a_time_and_its_clock_counts_its_own_turns():
     turns = Turns(["a", "b"], CPU, seed=0, slice_seconds=0.0)
     inside: list[str] = []
-    most = []
+    most, spent = [], dict.fromkeys("ab", 0.0)
 
-    def run(name):
+    def run(name, seconds):
         with turns.hold(name):
-            for _ in range(30):
+            for _ in range(20):
                 inside.append(name)
                 most.append(len(inside))
-                spend(0.001)
+                start = time.perf_counter()
+                spend(seconds)
+                spent[name] += time.perf_counter() - start
                 inside.remove(name)
                 turns.pause(name)
 
-    in_threads(lambda: run("a"), lambda: run("b"))
-    assert len(most) == 60 and max(most) == 1
+    in_threads(lambda: run("a", 0.004), lambda: run("b", 0.008))
+    assert len(most) == 40 and max(most) == 1
+    assert all(spent[name] <= turns.seconds(name) for name in "ab")
+    assert turns.seconds("a") + turns.seconds("b") < 2 * (spent["a"] + spent["b"])
 
 
 def test_the_run_that_has_used_less_time_goes_next():
@@ -60,24 +64,6 @@ def test_the_run_that_has_used_less_time_goes_next():
     while_both_ran = order[: len(order) - order[::-1].index("slow")]
     assert while_both_ran.count("fast") > 2 * while_both_ran.count("slow")
     assert order[0] == "slow"
-
-
-def test_a_clock_counts_the_turns_of_its_own_run_only():
-    turns = Turns(["a", "b"], CPU, seed=0, slice_seconds=0.0)
-    spent = dict.fromkeys("ab", 0.0)
-
-    def run(name, seconds):
-        with turns.hold(name):
-            for _ in range(20):
-                start = time.perf_counter()
-                spend(seconds)
-                spent[name] += time.perf_counter() - start
-                turns.pause(name)
-
-    in_threads(lambda: run("a", 0.004), lambda: run("b", 0.008))
-    for name in "ab":
-        assert spent[name] <= turns.seconds(name)
-    assert turns.seconds("a") + turns.seconds("b") < 2 * (spent["a"] + spent["b"])
 
 
 def test_a_slice_is_not_cut_short():

@@ -1,21 +1,14 @@
 """Every training argument of transformers is honoured by the Trainer of heads, or refused in one line."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import TrainingArguments
 
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.training.arguments import (
-    INTEGRATION_TO_CALLBACK,
-    NEEDED,
-    TRACKIO,
-    WITHOUT_EFFECT,
-    DraftHeadTrainingArguments,
-    refuse_missing_reporters,
-)
+from hf_drafthead.training import arguments as room
+from hf_drafthead.training.arguments import NEEDED, TRACKIO, WITHOUT_EFFECT, DraftHeadTrainingArguments
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
@@ -123,10 +116,10 @@ def test_what_cannot_be_honoured_is_said_before_anything_is_loaded(arguments, li
 @pytest.mark.few(20)
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of one that transformers is about to drop
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")  # of what ends half made
-@pytest.mark.parametrize("name", sorted(INTEGRATION_TO_CALLBACK))
+@pytest.mark.parametrize("name", sorted(room.INTEGRATION_TO_CALLBACK))
 def test_what_is_not_installed_to_report_to_is_refused_in_one_line(name):
     try:
-        refuse_missing_reporters([name])
+        room.refuse_missing_reporters([name])
     except ValueError as error:
         assert "install it, or leave it out" in str(error) and "\n" not in str(error)
 
@@ -137,31 +130,22 @@ def test_what_is_not_installed_to_report_to_is_refused_in_one_line(name):
         ({"lora_rank": 4}, "lora_rank is for a base that is trained along"),
         ({"output_dir": "elsewhere"}, "output_dir is the folder of the heads: give it as output"),
         ({"packing": True}, "packing is for data that is read, but the rows are ready: leave it out."),
+        ({"split": "test"}, "split is 'test', but '.*texts.jsonl' has no splits: leave --split out."),
     ],
 )
 def test_arguments_of_heads_without_effect_are_refused(arguments, line, tmp_path):
-    data = PreparedData([{"input_ids": ROWS[0], "labels": ROWS[0]}] * 4, [], "rows", "0")
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    ready = PreparedData([{"input_ids": ROWS[0], "labels": ROWS[0]}] * 4, [], "rows", "0")
+    data = tmp_path / "texts.jsonl" if "split" in arguments else ready
     with pytest.raises(ValueError, match=line):
         train_heads("nowhere", "medusa", data, tmp_path / "heads", **arguments)
 
 
-def test_a_split_is_of_a_data_set(tmp_path):
-    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(ValueError, match="split is 'test', but '.*texts.jsonl' has no splits: leave --split out."):
-        train_heads("nowhere", "medusa", tmp_path / "texts.jsonl", tmp_path / "heads", split="test")
-    assert not Path(tmp_path / "heads").exists()
-
-
 def test_the_best_of_a_base_that_is_trained_is_loaded_too(tmp_path):
     """At the end heads and base are those of one step."""
-    arguments = {
-        "base_weight": 1.0,
-        "base_learning_rate": 0.05,
-        "load_best_model_at_end": True,
-        "save_steps": 1,
-        "save_strategy": "steps",
-    }
+    arguments = {"base_weight": 1.0, "base_learning_rate": 0.05, "save_steps": 1, "save_strategy": "steps"}
     arguments |= {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 3, "metric_for_best_model": "runtime"}
+    arguments["load_best_model_at_end"] = True
     trainer = trainer_of(medusa(), tmp_path, **arguments)
     base, saved = trainer.model.base, []
     save = trainer._save_checkpoint

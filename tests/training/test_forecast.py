@@ -140,9 +140,8 @@ def test_a_base_that_learns_along_is_counted(place, tmp_path):
 
 
 def words(place, output, *more):
-    settings = [
-        word for name, value in QUICK.items() for word in ("--set", f"{name}={json.dumps(value).strip(chr(34))}")
-    ]
+    pairs = [f"{name}={json.dumps(value).strip(chr(34))}" for name, value in QUICK.items()]
+    settings = [word for pair in pairs for word in ("--set", pair)]
     base = ["--base", str(place / "base"), "--family", "medusa", "--data", str(place / "texts.jsonl")]
     return ["train", *base, "--output", str(output), "--held-out-rows", "3", "--answer-tokens", "8", *settings, *more]
 

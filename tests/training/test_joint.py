@@ -40,9 +40,7 @@ def test_the_joint_loss_is_the_original_one(name, weight, share):
     def mean(logits, shift):
         return next_token_loss(logits[labelled(labels, shift)], labels.roll(-shift, 1)[labelled(labels, shift)]).mean()
 
-    heads = sum(
-        w * mean(tensors["head_logits"][head], 2 + head) for head, w in enumerate([0.8, 0.8**2, 0.8**3, 0.8**4])
-    )
+    heads = sum(0.8 ** (1 + head) * mean(tensors["head_logits"][head], 2 + head) for head in range(4))
     assert (mean(tensors["base_logits"], 1) + weight * share * heads).item() == pytest.approx(golden[name], abs=1e-5)
 
 
@@ -136,9 +134,8 @@ def test_an_interrupted_joint_training_goes_on_bit_for_bit(tmp_path):
     trainer_of(whole, tmp_path / "whole", **settings).train()
     trainer_of(model(), tmp_path / "parts", **settings, save_strategy="steps", save_steps=3).train()
     resumed = model()
-    trainer_of(resumed, tmp_path / "parts", **settings).train(
-        resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3")
-    )
+    checkpoint = str(tmp_path / "parts" / "checkpoint-3")
+    trainer_of(resumed, tmp_path / "parts", **settings).train(resume_from_checkpoint=checkpoint)
     for name, tensor in weights(whole).items():
         assert torch.equal(weights(resumed)[name], tensor), name
 

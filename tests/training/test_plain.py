@@ -5,13 +5,8 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import DataCollatorForLanguageModeling as Collator
 
 from hf_drafthead import MedusaForCausalLM, MtpForCausalLM, zoo
 from hf_drafthead.bases.reader import BaseReader
@@ -49,25 +44,18 @@ def snapshot(model) -> dict[str, torch.Tensor]:
 
 def changed(model, before: dict[str, torch.Tensor]) -> set[str]:
     """Whether tensors of the base, of the drafter, of both or of none are others than before."""
-    return {
-        name.partition(".")[0] for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])
-    }
+    state = model.state_dict().items()
+    return {name.partition(".")[0] for name, tensor in state if not torch.equal(tensor, before[name])}
 
 
 @all_families
 def test_labels_in_training_mode_give_the_loss_of_the_family_s_recipe(family, tmp_path):
     model = family.build(tiny_base("llama-gqa", dtype=torch.float32)).train()
     arguments = DraftHeadTrainingArguments.for_family(model.config.family, str(tmp_path), use_cpu=True)
-    loss_of = HeadsLoss(
-        arguments.next_token_weight,
-        arguments.teacher_weight,
-        arguments.feature_weight,
-        head_decay=arguments.head_decay,
-        feature_noise=arguments.feature_noise,
-        distance=arguments.distance_weight,
-        confidence=arguments.confidence_weight,
-        reader=BaseReader.of_texts(model.base, model.drafter.reads),
-    )
+    same = {name: getattr(arguments, name) for name in ("head_decay", "feature_noise")}
+    objectives = ("next_token", "teacher", "feature", "distance", "confidence")
+    same |= {name: getattr(arguments, f"{name}_weight") for name in objectives}
+    loss_of = HeadsLoss(**same, reader=BaseReader.of_texts(model.base, model.drafter.reads))
     torch.manual_seed(0)
     expected, _ = loss_of(model, {"input_ids": IDS, "labels": IDS}, heads_weight=arguments.heads_weight)
     torch.manual_seed(0)
@@ -99,7 +87,7 @@ def test_a_plain_trainer_trains_the_heads_and_saves_them(model, tokenizer, tmp_p
         model,
         TrainingArguments(str(tmp_path), **steps, **QUICK),
         train_dataset=rows,
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        data_collator=Collator(tokenizer, mlm=False),
     )
     trainer.train()
     assert changed(model, before) == {"drafter"}
@@ -160,30 +148,19 @@ def test_trl_s_grpo_trains_a_base_whose_heads_draft_the_rollouts(tokenizer, tmp_
             expected = model.base.generate(torch.tensor([prompt]), generation_config)[0, len(prompt) :]
             assert output.generated_tokens == expected.tolist()
             torch.set_rng_state(state)
-            RandomNumbers.of_request(
-                torch.device("cpu")
-            )  # the generator moves on as it does for each request without a seed
+            RandomNumbers.of_request(torch.device("cpu"))  # the generator moves on as for each without a seed
         numbers.append(len(prompts))
         return outputs
 
     model.generate_batch = compared
-    settings = trl.GRPOConfig(
-        str(tmp_path),
-        max_steps=2,
-        per_device_train_batch_size=8,
-        num_generations=4,
-        max_completion_length=12,
-        bf16=False,
-        use_transformers_continuous_batching=True,
-        transformers_continuous_batching_config={"max_requests_per_batch": 4},
-        save_strategy="no",
-        **QUICK,
-    )
+    how = {"max_steps": 2, "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12}
+    how |= {"bf16": False, "save_strategy": "no", "use_transformers_continuous_batching": True, **QUICK}
+    how["transformers_continuous_batching_config"] = {"max_requests_per_batch": 4}
     prompts = Dataset.from_list([{"prompt": row["text"][:12]} for row in TEXTS])
     trainer = trl.GRPOTrainer(
         model,
         lambda completions, **_: [float(len({*text})) for text in completions],
-        args=settings,
+        args=trl.GRPOConfig(str(tmp_path), **how),
         train_dataset=prompts,
         processing_class=tokenizer,
     )
@@ -194,14 +171,8 @@ def test_trl_s_grpo_trains_a_base_whose_heads_draft_the_rollouts(tokenizer, tmp_
 @pytest.mark.parametrize(
     "inputs, message",
     [
-        (
-            {"inputs_embeds": torch.zeros(1, 8, 32)},
-            "^heads learn from whole texts: give input_ids, and no inputs_embeds",
-        ),
-        (
-            {"input_ids": IDS, "position_ids": torch.arange(8).remainder(5).expand(2, -1)},
-            "^position_ids restart within a row",
-        ),
+        ({"inputs_embeds": torch.zeros(1, 8, 32)}, "^heads learn from whole texts: give input_ids, and no inputs_embe"),
+        ({"input_ids": IDS, "position_ids": torch.arange(8).remainder(5)[None]}, "^position_ids restart within a row"),
     ],
     ids=["embeddings", "packed"],
 )

@@ -20,31 +20,12 @@ all_families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fa
 ROWS = torch.randint(3, VOCABULARY, (8, 24), generator=torch.Generator().manual_seed(0))
 
 
-class Examples(torch.utils.data.Dataset):
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
-
-
 def trainer_of(model, folder, rows=ROWS, **arguments):
-    given = {
-        "max_steps": 4,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        **arguments,
-    }
+    given = {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 2}
+    given |= {"save_strategy": "no", "report_to": [], "use_cpu": True, "disable_tqdm": True, **arguments}
     args = DraftHeadTrainingArguments(output_dir=str(folder), **given)
-    return DraftHeadTrainer(model, args, train_dataset=Examples(rows), eval_dataset=Examples(rows[:3]))
+    examples = [{"input_ids": row, "labels": row} for row in rows]
+    return DraftHeadTrainer(model, args, train_dataset=examples, eval_dataset=examples[:3])
 
 
 def weights(module):
@@ -76,13 +57,8 @@ def test_the_loss_is_the_weighted_sum_over_heads(family, name, next_token, teach
     # states that are not to be like the base's, or not as wide
     if model.config.own_layer.hidden_size != 32 or model.config.family.startswith("eagle3"):
         feature = 0.0
-    weighting = {
-        "next_token_weight": next_token,
-        "teacher_weight": teacher,
-        "feature_weight": feature,
-        "head_decay": decay,
-    }
-    trainer = trainer_of(model, tmp_path, **weighting)
+    weighting = {"next_token_weight": next_token, "teacher_weight": teacher, "feature_weight": feature}
+    trainer = trainer_of(model, tmp_path, head_decay=decay, **weighting)
     labels = ROWS.masked_fill(torch.arange(24) < 6, -100)
     loss = trainer.compute_loss(model, {"input_ids": ROWS, "labels": labels})
     with torch.no_grad():
@@ -167,9 +143,8 @@ def test_gradients_are_clipped_by_value_as_eagle_s_recipe_asks(tmp_path):
     seen = []
     trainer = trainer_of(model, tmp_path, max_steps=2, max_grad_value=1e-4, max_grad_norm=0.0, optim="sgd")
     trainer.create_optimizer()
-    trainer.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(max(p.grad.abs().max().item() for p in model.drafter.parameters()))
-    )
+    largest = lambda *_: seen.append(max(p.grad.abs().max().item() for p in model.drafter.parameters()))  # noqa: E731
+    trainer.optimizer.register_step_pre_hook(largest)
     trainer.train()
     assert len(seen) == 2 and all(value == pytest.approx(1e-4) for value in seen)
     recipe = find_family("eagle").recipe
@@ -220,10 +195,7 @@ def test_the_logs_tell_each_heads_accuracy(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (
-            {"next_token_weight": 0.0},
-            "next_token_weight, teacher_weight, feature_weight and distance_weight are all 0: nothing to learn, set",
-        ),
+        ({"next_token_weight": 0.0}, "next_token_weight, .* and distance_weight are all 0: nothing to learn, set"),
         ({"teacher_weight": -1.0}, "teacher_weight is -1.0: expected 0 or more"),
         ({"head_decay": 0.0}, "head_decay is 0.0: expected a number above 0"),
     ],
