@@ -63,10 +63,9 @@ def rows_of(measurements: list[Measurement]) -> list[str]:
         for name, found in one.compared.items():
             if found is None:
                 continue
-            forward = f"{found['tokens_per_forward']:.2f}" if one.batch_size == 1 else ""  # of all rows together
             called = name.partition("=")[0].replace("assistant", "assisted").replace("-", " ")
             lines.append(
-                f"| {called}, beside {one.family} | {one.batch_size} | | {forward} | "
+                f"| {called}, beside {one.family} | {one.batch_size} | | | "
                 f"{one.base_tokens_per_second:.0f} | {found['tokens_per_second']:.0f} | {found['speedup']:.2f} | | | "
                 f"{'yes' if found['identical'] else 'NO'} |"
             )

@@ -42,7 +42,6 @@ COPY_COLOUR = "bright_yellow underline"  # of what was copied from the text
 
 
 def count(help: str, least: int = 1) -> Any:
-    """An option that is a whole number, of so many at least."""
     return typer.Option(metavar="N", min=least, help=help)
 
 
@@ -52,17 +51,14 @@ def amount(help: str, *, least: float = 0.0, most: float | None = None, metavar:
 
 
 def string(help: str, metavar: str | None = None, *names: str) -> Any:
-    """An option that is a text, or several."""
     return typer.Option(*names, metavar=metavar, help=help)
 
 
 def flag(name: str, help: str) -> Any:
-    """An option without a value, and without its opposite."""
     return typer.Option(name, help=help)
 
 
 def new_file(help: str, metavar: str, *names: str) -> Any:
-    """An option that is a file to write."""
     return typer.Option(*names, metavar=metavar, help=help, callback=check_writable)
 
 
@@ -119,7 +115,6 @@ class Loading:
         return load_model
 
     def load(self, name: str) -> tuple[Any, Any]:
-        """Model, in eval mode, and tokenizer."""
         return self.checked()(name)
 
 
@@ -259,7 +254,6 @@ def with_values(template: Any, text: str | None) -> Any:
 
 
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    """Write figures as one JSON object, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -270,7 +264,6 @@ def kept_in(path: Path | None, verb: str) -> str:
 
 
 def complain(message: str) -> None:
-    """One line on stderr."""
     print(f"hf-drafthead: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
@@ -288,7 +281,6 @@ def output(color: bool = False) -> Console:
 
 
 def say(*lines: str) -> None:
-    """Lines on standard output, which a terminal may wrap."""
     console = output()
     for line in lines:
         console.print(Text(line), soft_wrap=True)
@@ -348,12 +340,10 @@ def coloured(piece: str, depth: int) -> Text:
 
 
 def colour_of(depth: int) -> str:
-    """The colour of a depth; none of the base's own tokens."""
     return COPY_COLOUR if depth < 0 else COLOURS[(depth - 1) % len(COLOURS)] if depth else ""
 
 
 def show_pace(written: Any) -> None:
-    """How many tokens were written, and how fast, on stderr."""
     pace = "" if written.tokens_per_step is None else f", {written.tokens_per_step:.2f} per step"
     Console(stderr=True).print(f"{written.new_tokens} tokens in {written.seconds:.2f} s{pace}", style="dim")
 

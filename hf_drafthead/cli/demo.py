@@ -110,7 +110,6 @@ def tree_to_show(model: Any) -> Any:
 
 
 def write(model: Any, tokenizer: Any, question: Any, tree: Any, settings: dict[str, Any]) -> Any:
-    """What a model writes, with the pieces that were guessed."""
     from hf_drafthead.evaluation.conversation import Conversation, sample
 
     if question.chat:

@@ -37,7 +37,6 @@ class Search:
         return model, [prompt["input_ids"][0] for prompt in inputs]
 
     def how(self) -> dict[str, Any]:
-        """The arguments that `calibrate` and `plan_trees` share."""
         sizes: dict[str, Any] = {"max_nodes": self.max_nodes, "new_tokens": self.max_new_tokens}
         return {**sizes, "temperature": self.temperature}
 

@@ -50,7 +50,6 @@ class Chat:
         return self.noting("system turn put into the first question", messages=[first, *rest])
 
     def noting(self, change: str, **fields: Any) -> "Chat":
-        """A copy in which something was changed."""
         return replace(self, **{"mapped": {**self.mapped, change: None}, **fields})
 
 

@@ -126,7 +126,6 @@ class BenchRun:
         self._prepare(inputs)
         device = self.model.base.device
         peaks: dict[str, int] = {}  # of the GPU: the most that a process on a CPU has used says nothing of a method
-        forwards: dict[str, int] = {}
         seed, self.seed = self.seed, self.seed + 1
 
         def before() -> None:
@@ -138,22 +137,16 @@ class BenchRun:
             if device.type == "cuda":
                 peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device))
 
-        def counted(name: str) -> Any:
-            if name in (HEADS, COMPILED):  # the counter would be compiled too, and again whenever the count has changed
-                return self.methods[name](inputs, self.settings)
-            with calls.counted_forwards(self.model.base) as forwards_of_call:
-                output = self.methods[name](inputs, self.settings)
-            forwards[name] = len(forwards_of_call)
+        def run(name: str) -> Any:
+            output = self.methods[name](inputs, self.settings)
             if getattr(output, CACHE, None) is not None:
                 setattr(output, CACHE, None)  # else it would count as memory of the next method
             return output
 
-        timed = {name: functools.partial(counted, name) for name in self.methods}
+        timed = {name: functools.partial(run, name) for name in self.methods}
         outputs, seconds = time_interleaved(timed, self.repeats, device, before=before, after=after)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
         rows = {name: calls.new_rows(self.model, inputs, tokens, self.settings) for name, tokens in sequences.items()}
-        if drafted(outputs[HEADS]):
-            forwards[HEADS] = 1 + steps_of(outputs[HEADS]).shape[1]
         finished = Round(
             category=batch[0].category,
             rows=len(batch),
@@ -161,7 +154,6 @@ class BenchRun:
                 name: Run(
                     seconds=seconds[name],
                     tokens=sum(map(len, rows[name])),
-                    forwards=forwards.get(name, max(map(len, rows[name]))),
                     identical=torch.equal(sequences[name], sequences[BASE]),
                     peak_memory=peaks.get(name),
                 )

@@ -3,8 +3,7 @@
 Shapes: B rows, T prompt tokens, L tokens of a sequence, S steps.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,17 +127,6 @@ def steps_of(output: Any) -> torch.Tensor:
     if not drafted(output):
         return torch.zeros(len(output.sequences), 0, dtype=torch.long)
     return output.accepted_lengths.cpu()
-
-
-@contextmanager
-def counted_forwards(base: Any) -> Iterator[list[int]]:
-    """A list that each forward of a base makes longer by one while this is open."""
-    forwards: list[int] = []
-    hook = base.get_decoder().register_forward_hook(lambda *_: forwards.append(1))
-    try:
-        yield forwards
-    finally:
-        hook.remove()
 
 
 def batched(questions: Sequence[Question], batch_size: int) -> list[list[Question]]:

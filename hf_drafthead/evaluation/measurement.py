@@ -30,7 +30,6 @@ class Run:
 
     seconds: list[float]  # of each repeat
     tokens: int  # generated, each row up to its own end
-    forwards: int = 0  # of the base, prefill included
     identical: bool = True  # to the base's tokens
     differences: list[FirstDifference] = field(default_factory=list)  # of the heads where there should be none
     peak_memory: int | None = None  # the most bytes in use on a GPU
@@ -60,7 +59,7 @@ class Measurement:
     """One model on one list of prompts; `to_json` is its JSON form.
 
     Speeds and speedups are medians over the repeats, each summed over all rounds, and a spread is the lowest and the
-    highest of them; `speedup_by_round` is the median and the quartiles over the rounds.
+    highest of them.
     """
 
     model: str
@@ -71,7 +70,6 @@ class Measurement:
     batch_size: int
     prompts: int
     new_tokens: int  # over all prompts, each row up to its own end
-    base_forwards: int  # what the heads needed for them, prefills included
     tokens_per_step: float | None
     base_tokens_per_second: float
     tokens_per_second: float
@@ -89,9 +87,6 @@ class Measurement:
     torch: str
     repeats: int
     speedup_spread: list[float]
-    base_tokens_per_second_spread: list[float]
-    tokens_per_second_spread: list[float]
-    speedup_by_round: dict[str, float]
     head_accuracy: list[list[float]] | None  # by head: how often the next token is among its best 1, 2, 3 ...
     time_split: dict[str, float] | None  # milliseconds per step
     peak_memory: dict[str, int] | None  # bytes on a GPU, by method
@@ -132,7 +127,7 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
     are fields of `Measurement` on how it was measured, and how it ended."""
     steps = [step for batch in rounds for step in batch.steps]
     names = dict.fromkeys(name for batch in rounds for name in batch.runs)
-    by_repeat = {name: paces(rounds, name) for name in names}
+    speedups = ratios(rounds, HEADS, BASE)
     whole, categories = figures(rounds), dict.fromkeys(batch.category for batch in rounds)
     tau = whole["tokens_per_step"]
     peaks = {name: max(batch.runs[name].peak_memory or 0 for batch in rounds if name in batch.runs) for name in names}
@@ -142,17 +137,13 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
     compiled = others.get(COMPILED)
     return Measurement(
         new_tokens=sum(batch.runs[HEADS].tokens for batch in rounds),
-        base_forwards=sum(batch.runs[HEADS].forwards for batch in rounds),
         speedup_over_compiled=None if compiled is None else compiled["speedup_of_heads"],
         efficiency=None if tau is None else whole["speedup"] / tau,
         per_category={name: figures([batch for batch in rounds if batch.category == name]) for name in categories},
         tree_nodes=max((step.drafted for step in steps), default=0),
         **drafting_steps(steps),
         accepted_lengths=histogram(batch.accepted for batch in rounds),
-        speedup_spread=spread(ratios(rounds, HEADS, BASE)),
-        base_tokens_per_second_spread=spread(by_repeat[BASE]),
-        tokens_per_second_spread=spread(by_repeat[HEADS]),
-        speedup_by_round=quartiles([statistics.median(ratios([batch], HEADS, BASE)) for batch in rounds]),
+        speedup_spread=[min(speedups), max(speedups)],
         head_accuracy=top_k_accuracy(batch.ranks for batch in rounds if batch.ranks is not None),
         time_split=time_split(steps),
         peak_memory={name: peak for name, peak in peaks.items() if peak} or None,
@@ -225,14 +216,11 @@ def time_split(steps: Sequence[StepRecord]) -> dict[str, float] | None:
 def other_figures(rounds: Sequence[Round], name: str) -> dict[str, Any]:
     """Another method against the base and against the heads, over the rounds that it ran in."""
     ran = [batch for batch in rounds if name in batch.runs]
-    runs = [batch.runs[name] for batch in ran]
     return {
         "tokens_per_second": statistics.median(paces(ran, name)),
         "speedup": statistics.median(ratios(ran, name, BASE)),
         "speedup_of_heads": statistics.median(ratios(ran, HEADS, name)),
-        "tokens_per_forward": sum(run.tokens for run in runs) / sum(run.forwards for run in runs),
-        "identical": all(run.identical for run in runs),
-        "tokens_per_second_spread": spread(paces(ran, name)),
+        "identical": all(batch.runs[name].identical for batch in ran),
     }
 
 
@@ -246,22 +234,6 @@ def paces(rounds: Sequence[Round], name: str) -> list[float]:
 def ratios(rounds: Sequence[Round], name: str, other: str) -> list[float]:
     """How many times as fast a method was as another one, repeat by repeat; both ran in all of these rounds."""
     return [ours / theirs for ours, theirs in zip(paces(rounds, name), paces(rounds, other))]
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    """The lowest and the highest."""
-    return [min(values), max(values)]
-
-
-def quartiles(values: Sequence[float]) -> dict[str, float]:
-    """The median, and the values that a quarter lies below and above.
-
-    >>> quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
-    {'lower': 2.0, 'median': 3.0, 'upper': 4.0}
-    """
-    if len(values) == 1:
-        return dict.fromkeys(("lower", "median", "upper"), values[0])
-    return dict(zip(("lower", "median", "upper"), statistics.quantiles(values, n=4, method="inclusive")))
 
 
 def tokens_per_step(accepted_lengths: Iterable[torch.Tensor]) -> float | None:

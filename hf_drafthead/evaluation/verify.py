@@ -321,7 +321,6 @@ def shortest_fault(model: Any, checks: Sequence[Check], seed: int) -> Difference
 
 
 def verdict_table(verdict: Verdict) -> Table:
-    """One line per check, as the command line prints it."""
     table = plain_table("check", "texts", "same", "near ties", "largest margin", "different")
     for check in verdict.checks:
         row = check.to_json()

@@ -58,7 +58,6 @@ class Page:
             yield {"messages": [*asked.conversation, {"role": "assistant", "content": answer}], "written": ""}
 
     def stop(self, visitor: str | None) -> None:
-        """End the generation that this visitor started."""
         if self._running is not None and self._running[0] == visitor:
             self._running[1].stop()
 
@@ -181,13 +180,11 @@ def warm_up(model: Any, tokenizer: Any) -> None:
 
 
 def name_of(model: Any) -> str:
-    """The last part of a model's folder or id."""
     path = str(model.name_or_path)
     return os.path.basename(os.path.abspath(path) if os.path.isdir(path) else path.rstrip("/")) or "a model"
 
 
 def heading(model: Any) -> str:
-    """Which model this is, as Markdown."""
     base = model.config.base_model_name_or_path or model.base.name_or_path
     dtype = str(model.base.dtype).removeprefix("torch.")
     where = f"{dtype} on {model.base.device.type}"

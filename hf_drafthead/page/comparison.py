@@ -27,8 +27,6 @@ REFRESH = 0.1  # seconds between two looks at what was written
 
 @dataclass(frozen=True)
 class WalkedStep:
-    """One step of the heads."""
-
     root: int  # token of the tree's root
     emitted: tuple[int, ...]  # tokens that the step gave, up to the end of the text
     walked: tuple[int, ...]  # nodes that were accepted, from the root (node 0) down, one for each token emitted
@@ -36,7 +34,6 @@ class WalkedStep:
 
     @property
     def tokens(self) -> dict[int, int]:
-        """The token of each node that was walked."""
         return dict(zip(self.walked, (self.root, *self.emitted)))
 
 
@@ -129,7 +126,6 @@ class SideBySide:
         yield
 
     def stop(self) -> None:
-        """End both sides at their next step."""
         self._turns.stop()
 
     @property
@@ -192,7 +188,6 @@ class _Tokens(BaseStreamer):
         self._prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt on the first call, then one token per call."""
         if self._prompt_seen:
             self._side.tokens += value.flatten().tolist()
         self._prompt_seen = True
@@ -205,8 +200,6 @@ class _Tokens(BaseStreamer):
 
 @dataclass(frozen=True)
 class Asked:
-    """The fields of the page."""
-
     written: str  # the prompt, or the next message
     chat: bool  # whether the chat template applies
     messages: list[Message]  # the conversation so far
@@ -220,7 +213,6 @@ class Asked:
 
     @property
     def conversation(self) -> list[Message]:
-        """The messages with the new one."""
         return [*self.messages, {"role": "user", "content": self.written}]
 
     def comparison(self, model: Any, tokenizer: Any) -> SideBySide:
@@ -242,7 +234,6 @@ class Asked:
         return replace(settings, draft_tree=plan.tree)
 
     def _encoded(self, model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
-        """`input_ids` and `attention_mask` (1, T)."""
         if not self.written.strip():
             raise ValueError("the prompt is empty: write the text that the model shall continue.")
         text = chat_text(tokenizer, self.conversation) if self.chat else self.written

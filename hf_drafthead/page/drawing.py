@@ -54,7 +54,6 @@ def prompt(written: str) -> str:
 
 
 def conversation(messages: Sequence[dict[str, str]]) -> str:
-    """The turns of a chat so far."""
     return "".join(f'<div class="turn {message["role"]}">{escape(message["content"])}</div>' for message in messages)
 
 
@@ -73,7 +72,6 @@ def figures_row(side: Side) -> str:
 
 
 def depth_legend(deepest: int) -> str:
-    """Which colour is which depth."""
     colours = "".join(f'<span class="dh-{shade(depth)}">depth {depth}</span>' for depth in range(1, deepest + 1))
     colours += '<span class="dh-copy">copied from the text</span>'
     return f'<div class="dh-legend">Accepted guesses: {colours} no colour: chosen by the base itself</div>'
@@ -118,7 +116,6 @@ def tree(tokenizer: Any, topology: DraftTree, steps: Sequence[WalkedStep], shown
 
 
 def step_in_words(topology: DraftTree, steps: Sequence[WalkedStep], shown: int) -> str:
-    """One sentence about a step."""
     guesses, emitted = topology.num_nodes - 1, len(steps[shown].emitted)
     return (
         f"Step {shown + 1} of {len(steps)}: {_count(guesses, 'guess', 'guesses')}, "

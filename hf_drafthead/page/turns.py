@@ -59,11 +59,9 @@ class Turns:
             self._take(name)
 
     def stop(self) -> None:
-        """Let every run end at its next pause."""
         self._stopping = True
 
     def seconds(self, name: str) -> float:
-        """The time for which `name` has computed so far."""
         done, since = self._seconds[name], self._since if self._holder == name else None
         return done if since is None else done + time.perf_counter() - since
 

@@ -129,7 +129,6 @@ class Task:
         return self.to_write > 0 and (not self.messages or self.messages[-1]["role"] == "assistant")
 
     def to_row(self) -> dict[str, Any]:
-        """What is written to the file: a row that `read_rows` understands."""
         if self.given is None:
             return {"row": self.index, "messages": self.messages, **({"tools": self.tools} if self.tools else {})}
         written = {} if self.ids is None else {"ids": self.ids}
@@ -237,7 +236,6 @@ class Writer:
         return True
 
     def temperature(self, task: Task) -> float:
-        """At which the next thing is written."""
         return 1.0 if task.asks else 0.0 if task.greedy else self.sampling.temperature
 
     def key(self, task: Task) -> str:
@@ -393,7 +391,6 @@ class Answerer(Writer):
         return (self.chats or ChatEncoder(self.tokenizer)).fit(chat)  # which says that there is no template
 
     def has_room(self, task: Task) -> bool:
-        """Whether at least one token may follow the task's prompt."""
         return self._room(task, self._prompt(task)) > 0
 
     def _ids(self, text: str) -> list[int]:
@@ -410,7 +407,6 @@ class Answerer(Writer):
         return self._ids(self.chats.render(task.messages, prompt=True, tools=task.tools))
 
     def _room(self, task: Task, prompt: list[int]) -> int:
-        """How many tokens may follow a task's prompt."""
         most = self.sampling.question_tokens if task.asks else self.sampling.max_new_tokens
         return most if self.sampling.max_length is None else min(most, self.sampling.max_length - len(prompt))
 

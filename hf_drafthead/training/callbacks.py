@@ -51,7 +51,6 @@ class Clock(TrainerCallback):
             self._keep(0.0)
 
     def resume(self) -> None:
-        """Take off what was stored as preceding the training."""
         self.before = self._kept("before")
 
     def share(self, args: Any) -> float:
@@ -109,7 +108,6 @@ class TrainingProgress(ProgressCallback):
         self._beside: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """The loss and the tokens per step to expect beside the bar; of an evaluation a line that remains."""
         if not logs or self.training_bar is None:
             return
         if "loss" in logs:

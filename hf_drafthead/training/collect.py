@@ -58,7 +58,6 @@ class DistillReport:
         return self.step_tokens / self.steps if self.steps else None
 
     def refuse(self, index: int, reason: object) -> None:
-        """Count a row that cannot be asked."""
         self.refused += 1
         self.refusals += [f"row {index}: {reason}"][: NAMED - len(self.refusals)]
 
@@ -69,7 +68,6 @@ class DistillReport:
         return total
 
     def to_json(self) -> dict[str, Any]:
-        """The figures as JSON."""
         return {**vars(self), "tokens_per_step": self.tokens_per_step}
 
     def __str__(self) -> str:
@@ -153,7 +151,6 @@ class Shards:
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """No more rows from this process."""
         self._file.close()
 
     def merge(self) -> None:

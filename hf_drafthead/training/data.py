@@ -76,7 +76,6 @@ class DataReport:
         return line
 
     def count_rows(self, batch: Mapping[str, Sequence[Any]]) -> None:
-        """Count rows that were encoded."""
         self.rows += len(batch["refused"])
         for refused, mapped, unused in zip(batch["refused"], batch["mapped"], batch["unused"]):
             self.unused.update(unused)
@@ -88,7 +87,6 @@ class DataReport:
                 self.refusals += [refused][: NAMED - len(self.refusals)]
 
     def count_examples(self, batch: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Count rows of token ids."""
         for labels in batch["labels"]:
             self.examples += 1
             self.tokens += len(labels)

@@ -278,7 +278,6 @@ def check_it_can_write(name: str, template: str | None = None) -> None:
 
 
 def tokenizer_of(name: str, gguf_file: str | None = None) -> Any:
-    """The tokenizer of a model, without the model; OSError where there is none."""
     try:
         return load_tokenizer(name, gguf_file)
     except (OSError, ValueError) as error:

@@ -81,7 +81,6 @@ class ServerWriter(Writer):
         self._loop.run_until_complete(self._answer_some(tasks))
 
     def close(self) -> None:
-        """End all requests and connections."""
         self._loop.run_until_complete(self._end())
         self._loop.close()
 
@@ -138,7 +137,6 @@ class ServerWriter(Writer):
         return message, words, has_ended(_field(choice, "finish_reason"), tokens >= limit), tokens
 
     async def _question(self, task: Task) -> None:
-        """Put a question that the server's model writes into the task, or end the task."""
         assert self.chats is not None
         prompt = self.chats.before_question(task.messages)
         begin = getattr(self.tokenizer, "bos_token", None)
@@ -152,7 +150,6 @@ class ServerWriter(Writer):
         self.take_question(task, words.strip(), CONTROL if any(token in words for token in special) else reason)
 
     async def _answer(self, task: Task) -> None:
-        """Put the server's answer into the task."""
         if task.given is not None:
             path, body = "/completions", dict[str, Any](prompt=task.given)
         else:
@@ -187,7 +184,6 @@ def has_ended(reason: Any, limit_reached: bool) -> bool:
 
 
 def _field(holder: Any, name: str) -> Any:
-    """A field of an answer, which a server may leave out."""
     return holder.get(name) if isinstance(holder, Mapping) else None
 
 
@@ -203,7 +199,6 @@ def _text(content: Any) -> str:
 
 
 def _thinks(part: Any) -> bool:
-    """Whether a part of an answer says that it is a thought."""
     kind = str(_field(part, "type")).lower()
     return "think" in kind or "reason" in kind
 
@@ -228,6 +223,5 @@ def with_path(url: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, on one line."""
     cause = f": {error.__cause__}" if error.__cause__ is not None else ""
     return " ".join(f"{error}{cause}".split())[:300].rstrip(".")

@@ -74,7 +74,6 @@ def own_prompts(rows: Sequence[dict[str, Any]], count: int, longest: int) -> lis
 
 
 def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
-    """Refuse data in which the last head never has a label."""
     ahead = model.config.num_draft_heads + 1
     longest = max(len(rows[row]["input_ids"]) for row in range(len(rows)))
     if longest <= ahead:
@@ -83,7 +82,6 @@ def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
 
 
 def longest_text_of(model: DraftHeadPreTrainedModel) -> int:
-    """Positions of the base, as far as they are known."""
     return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or USUAL_LENGTH
 
 

@@ -63,7 +63,6 @@ class ExpectedTokensPerStep:
         return answer * len(self), guess * len(self), answer / max(int((lengths - prompts).max()), 1)
 
     def _emitted(self, model: Any, number: int) -> list[int]:
-        """Tokens that each step over a batch would emit."""
         vocabulary = draft_vocabulary(model.base, model.drafter)
         tree = self.tree or DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, vocabulary)
         texts, prompts, lengths = self._answered(model, number)

@@ -114,7 +114,6 @@ def fitting_epochs(most: float, seconds: float, epoch: float) -> float:
 
 
 def hours_left(trainer: DraftHeadTrainer) -> float:
-    """Of the limit, for the training."""
     limit = None if trainer.clock is None else trainer.clock.limit
     return float(trainer.args.hours or 0.0) if limit is None else limit
 

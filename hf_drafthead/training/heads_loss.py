@@ -256,7 +256,6 @@ class HeadsLoss:
         return teachers
 
     def _chunk(self, vocabulary: int, device: torch.device) -> int:
-        """How many positions' logits may exist at a time."""
         return max((CHUNK if device.type == "cpu" else 32 * CHUNK) // vocabulary, 1)
 
 

@@ -27,7 +27,6 @@ RUN = "run.json"  # beside the checkpoints: what they are checkpoints of
 
 
 def provenance() -> dict[str, Any]:
-    """Command, versions and machine."""
     cuda = torch.cuda.is_available()
     return {
         "command": " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]]),

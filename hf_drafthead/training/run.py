@@ -204,7 +204,6 @@ class _Run:
         settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
 
     def train(self) -> Trained:
-        """Train, evaluate and save."""
         checkpoint = record.whole_checkpoint(self.output) if self.resume else None
         if checkpoint is not None and self.expected is not None:
             self.say(f"resuming from step {checkpoint.name.rpartition('-')[2]} of {self.expected.steps}")
@@ -214,13 +213,11 @@ class _Run:
         return Trained(self.model, summary, [*self.trainer.state.log_history])
 
     def _tokenizer(self) -> Any:
-        """The base's, with the chat template that was given."""
         tokenizer = tokenizer_of(self.base, self.load.get("gguf_file"))
         tokenizer.chat_template = self.settings.chat_template or tokenizer.chat_template
         return tokenizer
 
     def _loaded(self) -> Any:
-        """Fresh heads, or trained ones, on their base."""
         family = find_family(self.family)
         if self.heads is None:
             unshared = getattr(family.model_class.config_class, "share_lm_head", None) is False
@@ -261,7 +258,6 @@ class _Run:
         return file
 
     def _rows(self) -> PreparedData:
-        """The data as rows of token ids."""
         settings, data = self.settings, self.data
         settings.max_length = settings.max_length or min(examples.USUAL_LENGTH, examples.longest_text_of(self.model))
         if not isinstance(data, PreparedData):
@@ -294,7 +290,6 @@ class _Run:
         return examples.own_prompts(self.data.held_out, FORETOLD_PROMPTS, longest)
 
     def _trainer(self) -> DraftHeadTrainer:
-        """The Trainer, ready to train."""
         model, settings, foretold = self.model, self.settings, None
         if settings.recipe == "quick" and "learning_rate" not in self.arguments:
             settings.learning_rate *= min(1.0, (QUICK_WIDTH / model.config.get_text_config().hidden_size) ** 0.5)
@@ -352,7 +347,6 @@ class _Run:
         }
 
     def _save(self, summary: dict[str, Any]) -> None:
-        """Save heads, summary and picture, and the fastest tree if it is to be measured."""
         trainer, model, settings, output = self.trainer, self.model, self.settings, self.output
         gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
         if not trainer.is_world_process_zero():

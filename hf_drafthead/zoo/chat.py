@@ -86,7 +86,6 @@ def chat_heads(family: str) -> str:
 
 
 def _file() -> Path:
-    """The GGUF file of the package."""
     package = find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise OSError(
@@ -122,7 +121,6 @@ def _convert(file: Path) -> None:
 
 
 def _replace(folder: Path, new: Path, work: Path) -> None:
-    """Put a finished folder where perhaps an old one is."""
     if folder.exists():
         os.replace(folder, work / "old")
     os.replace(new, folder)

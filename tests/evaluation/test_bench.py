@@ -53,7 +53,7 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
     assert found.tokens_per_step == emitted / steps > 1
     assert found.identical and found.complete and found.stopped is None
     assert found.tree_nodes == TREE.num_nodes
-    assert found.prompts == 4 and found.new_tokens == 40 and found.base_forwards == steps + 4
+    assert found.prompts == 4 and found.new_tokens == 40
     assert found.speedup_spread[0] <= found.speedup_spread[1]
     split = found.time_split
     assert split["step"] == pytest.approx(sum(split[part] for part in ("draft", "verify", "walk", "commit", "rest")))
@@ -74,7 +74,6 @@ def test_a_batch_counts_each_row_by_itself(loaded):
     assert batch.identical
     assert (batch.prompts, batch.new_tokens) == (alone.prompts, alone.new_tokens)
     assert batch.tokens_per_step == alone.tokens_per_step
-    assert batch.base_forwards < alone.base_forwards
 
 
 def test_a_row_counts_up_to_its_own_end_of_sequence(loaded):
@@ -482,7 +481,7 @@ def test_others_are_compared_in_the_same_run(loaded, monkeypatch):
     names = ["prompt-lookup", f"assistant={model.base.name_or_path}"]
     alone, pairs = measured(loaded, compare=names, batch_sizes=[1, 2], notify=notices.append)
     for name in names:
-        assert alone.compared[name]["identical"] and alone.compared[name]["tokens_per_forward"] >= 1
+        assert alone.compared[name]["identical"]
         assert pairs.compared[name] is None
     assert len(notices) == 2 and notices[0].startswith("prompt-lookup is left out: transformers decodes this way for")
     assert assistants == {"NoneType", "LlamaForCausalLM"}
