@@ -13,6 +13,7 @@ from collections import defaultdict
 import pytest
 import torch
 
+from hf_drafthead import cli
 from hf_drafthead.cli import common
 from hf_drafthead.trees import choice, cost_file, costs
 
@@ -73,6 +74,18 @@ def encodable(data):
     if isinstance(data, dict):
         return {key: encodable(value) for key, value in data.items()}
     return type(data)(map(encodable, data)) if isinstance(data, list | tuple) else data
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs `hf-drafthead` with some words; its exit code, output and messages."""
+
+    def call(*words) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main([str(word) for word in words])
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_drafthead import cli, zoo
+from hf_drafthead import zoo
 from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
@@ -34,16 +34,6 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in arguments])
-        return end.value.code, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def tiny_zoo(folder, monkeypatch) -> Path:
     monkeypatch.setattr(zoo, "ASSETS", folder)
     monkeypatch.setattr("hf_drafthead.zoo.chat.is_installed", lambda: False)
@@ -57,9 +47,9 @@ def text_of_base(folder: Path, **settings) -> str:
     return tokenizer.decode(out[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def test_generate_prints_the_text_of_the_base(folder, run):
+def test_generate_prints_the_text_of_the_base(folder, command):
     file = folder / "out.json"
-    code, out, err = run("generate", folder / "medusa", "--prompt", PROMPT, "--max-new-tokens", 20, "--json", file)
+    code, out, err = command("generate", folder / "medusa", "--prompt", PROMPT, "--max-new-tokens", 20, "--json", file)
     assert code == 0
     assert out == text_of_base(folder, max_new_tokens=20) + "\n" == "opqrstuvwxyzzzzzzzzz\n"
     assert "20 tokens" in err and "per step" in err
@@ -68,54 +58,54 @@ def test_generate_prints_the_text_of_the_base(folder, run):
     assert figures["tokens_per_step"] == pytest.approx(19 / figures["steps"])
 
 
-def test_generate_samples_what_the_base_samples_under_the_same_seed(folder, run):
+def test_generate_samples_what_the_base_samples_under_the_same_seed(folder, command):
     arguments = ("--prompt", PROMPT, "--max-new-tokens", 20, "--temperature", 0.9, "--seed", 7)
-    _, out, _ = run("generate", folder / "hydra", *arguments)
+    _, out, _ = command("generate", folder / "hydra", *arguments)
     torch.manual_seed(7)
     assert out == text_of_base(folder, max_new_tokens=20, do_sample=True, temperature=0.9) + "\n"
 
 
 @pytest.mark.parametrize("colour", [[], ["--color"]], ids=["plain", "coloured"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_stream_prints_what_generate_prints_at_the_end(folder, run, family, colour):
+def test_a_stream_prints_what_generate_prints_at_the_end(folder, command, family, colour):
     arguments = ("generate", folder / family, "--prompt", PROMPT, "--max-new-tokens", 40, *colour)
-    _, at_the_end, _ = run(*arguments)
-    _, streamed, _ = run(*arguments, "--stream")
+    _, at_the_end, _ = command(*arguments)
+    _, streamed, _ = command(*arguments, "--stream")
     assert streamed == at_the_end
     if family == "medusa":  # its heads have guesses accepted
         assert ("\x1b[32m" in streamed) == bool(colour)
 
 
-def test_generate_takes_a_tree_by_name_as_paths_and_from_a_file(folder, run, tmp_path):
+def test_generate_takes_a_tree_by_name_as_paths_and_from_a_file(folder, command, tmp_path):
     file = tmp_path / "tree.json"
     file.write_text(json.dumps(TREE))
     steps = []
     for tree in ("hydra_single", json.dumps(TREE), file):
         figures = tmp_path / "figures.json"
-        code, _, _ = run("generate", folder / "medusa", "--prompt", PROMPT, "--tree", tree, "--json", figures)
+        code, _, _ = command("generate", folder / "medusa", "--prompt", PROMPT, "--tree", tree, "--json", figures)
         assert code == 0
         steps.append(json.loads(figures.read_text())["steps"])
     assert steps[1] == steps[2] < steps[0]
 
 
-def test_info_tells_what_the_checkpoint_holds(folder, run, tmp_path):
+def test_info_tells_what_the_checkpoint_holds(folder, command, tmp_path):
     file = tmp_path / "info.json"
-    code, out, _ = run("info", folder / "medusa", "--json", file)
+    code, out, _ = command("info", folder / "medusa", "--json", file)
     model = AutoModelForCausalLM.from_pretrained(folder / "medusa")
     parameters = sum(parameter.numel() for parameter in model.drafter.parameters())
     assert code == 0
     for words in ("medusa", "llama", f"{parameters:,}", f"{len(TREE) + 1} nodes", "num_layers="):
         assert words in out
-    assert "├── 0" not in out and "├── 0" in run("info", folder / "medusa", "--draw")[1]
+    assert "├── 0" not in out and "├── 0" in command("info", folder / "medusa", "--draw")[1]
     figures = json.loads(file.read_text())
     assert figures["parameters"] == parameters
     assert figures["memory"] == 4 * parameters
     assert sorted(figures["tree"]) == sorted(TREE)
 
 
-def test_demo_measures_every_family_as_bench_does_and_shows_a_sample(tiny_zoo, run, tmp_path):
+def test_demo_measures_every_family_as_bench_does_and_shows_a_sample(tiny_zoo, command, tmp_path):
     file = tmp_path / "demo.json"
-    code, out, err = run("demo", "--full", "--max-new-tokens", 12, "--json", file)
+    code, out, err = command("demo", "--full", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert (code, err) == (0, "")
     expected = [(name, size) for name in sorted(FAMILIES) for size in (1, 8)]
@@ -128,11 +118,11 @@ def test_demo_measures_every_family_as_bench_does_and_shows_a_sample(tiny_zoo, r
     assert rows[1]["tree_nodes"] > rows[0]["tree_nodes"] > 1  # the published tree, and the model's own
     assert out.count("yes") == 2 * len(FAMILIES) and "NO" not in out
     assert out.count(" continues 'import os'") == 1  # by the family that needed the fewest steps
-    code, out, _ = run("demo", "--family", "medusa", "--prompts", 1, "--max-new-tokens", 4)
+    code, out, _ = command("demo", "--family", "medusa", "--prompts", 1, "--max-new-tokens", 4)
     assert code == 0 and "1 prompt " in out and " continues 'def f'" in out
 
 
-def test_the_base_is_loaded_once_and_the_short_demo_takes_few_prompts(tiny_zoo, run, monkeypatch):
+def test_the_base_is_loaded_once_and_the_short_demo_takes_few_prompts(tiny_zoo, command, monkeypatch):
     seen = []
 
     def asked(model, tokenizer, questions, settings, *, captured, compare, **_):
@@ -143,11 +133,11 @@ def test_the_base_is_loaded_once_and_the_short_demo_takes_few_prompts(tiny_zoo, 
 
     monkeypatch.setattr(benching, "bench", asked)
     for words, expected in (([], (3, 40, False, [])), (["--captured", "--prompts", 2], (2, 40, True, ["compiled"]))):
-        assert run("demo", *words)[0] == 2
+        assert command("demo", *words)[0] == 2
         assert seen[-1][1:] == seen[-2][1:] == expected and seen[-1][0] is seen[-2][0]
 
 
-def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
+def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, command, monkeypatch):
     right = DraftHeadGenerationMixin.generate
 
     def wrong(self, *arguments, **kwargs):
@@ -156,7 +146,7 @@ def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, run, monkeypatch):
         return out
 
     monkeypatch.setattr(DraftHeadGenerationMixin, "generate", wrong)
-    code, out, err = run("demo", "--family", "medusa", "--max-new-tokens", 6)
+    code, out, err = command("demo", "--family", "medusa", "--max-new-tokens", 6)
     assert code == 1
     assert "NO" in out
     assert err.endswith("the output of medusa differs from the base's own: see the column 'same text'.\n")
@@ -195,9 +185,9 @@ def refused(result: tuple[int, str, str], text: str) -> None:
 
 
 @pytest.mark.parametrize("name, text", BAD_MODELS.values(), ids=BAD_MODELS)
-@pytest.mark.parametrize("command", [["info"], ["generate", "--prompt", "x"]], ids=["info", "generate"])
-def test_a_bad_model_is_refused_in_one_line(bad, run, command, name, text):
-    refused(run(*command, name.format(folder=bad)), text)
+@pytest.mark.parametrize("words", [["info"], ["generate", "--prompt", "x"]], ids=["info", "generate"])
+def test_a_bad_model_is_refused_in_one_line(bad, command, words, name, text):
+    refused(command(*words, name.format(folder=bad)), text)
 
 
 @pytest.mark.parametrize(
@@ -213,8 +203,8 @@ def test_a_bad_model_is_refused_in_one_line(bad, run, command, name, text):
         ('[["a"]]', "holds something other than integers: expected rank paths"),
     ],
 )
-def test_a_bad_tree_is_refused_in_one_line(folder, run, tree, text):
-    refused(run("generate", folder / "medusa", "--prompt", "x", "--tree", tree), text)
+def test_a_bad_tree_is_refused_in_one_line(folder, command, tree, text):
+    refused(command("generate", folder / "medusa", "--prompt", "x", "--tree", tree), text)
 
 
 @pytest.mark.parametrize(
@@ -233,14 +223,14 @@ def test_a_bad_tree_is_refused_in_one_line(folder, run, tree, text):
         (["demo", "--max-new-tokens", "126"], "new ones exceed the base's 128 positions: shorten the prompt,"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(tiny_zoo, run, arguments, text):
-    refused(run(*(argument.format(model=tiny_zoo / "medusa") for argument in arguments)), text)
+def test_bad_input_is_refused_in_one_line(tiny_zoo, command, arguments, text):
+    refused(command(*(argument.format(model=tiny_zoo / "medusa") for argument in arguments)), text)
 
 
-def test_a_zoo_without_heads_is_refused_in_one_line(run, tmp_path, monkeypatch):
+def test_a_zoo_without_heads_is_refused_in_one_line(command, tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "ASSETS", tmp_path)
     monkeypatch.setattr("hf_drafthead.zoo.chat.is_installed", lambda: False)
-    refused(run("demo"), "the zoo holds no heads: install hf-drafthead again.")
+    refused(command("demo"), "the zoo holds no heads: install hf-drafthead again.")
 
 
 def test_the_installed_command_answers_without_a_traceback():

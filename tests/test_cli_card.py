@@ -4,23 +4,12 @@ import json
 
 import pytest
 
-from hf_drafthead import cli
 from tests.cards.checkpoints import write_checkpoint
 
 
-@pytest.fixture
-def run(capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in arguments])
-        return end.value.code, *capsys.readouterr()
-
-    return call
-
-
-def test_it_writes_the_card_and_says_what_it_lacks(run, tmp_path):
+def test_it_writes_the_card_and_says_what_it_lacks(command, tmp_path):
     folder = write_checkpoint(tmp_path / "heads")
-    code, out, err = run("card", folder, "--json", tmp_path / "out.json")
+    code, out, err = command("card", folder, "--json", tmp_path / "out.json")
     assert (code, err) == (0, "")
     assert out.splitlines()[0] == str(folder / "README.md")
     assert out.splitlines()[1].startswith("still missing: license: run `hf-drafthead card")
@@ -29,10 +18,10 @@ def test_it_writes_the_card_and_says_what_it_lacks(run, tmp_path):
     assert len(told["missing"]) == 1
 
 
-def test_a_license_completes_it_and_stays(run, tmp_path):
+def test_a_license_completes_it_and_stays(command, tmp_path):
     folder = write_checkpoint(tmp_path / "heads")
-    assert run("card", folder, "--license", "apache-2.0")[1] == f"{folder / 'README.md'}\n"
-    assert run("card", folder)[1] == f"{folder / 'README.md'}\n"
+    assert command("card", folder, "--license", "apache-2.0")[1] == f"{folder / 'README.md'}\n"
+    assert command("card", folder)[1] == f"{folder / 'README.md'}\n"
     assert "\nlicense: apache-2.0\n" in (folder / "README.md").read_text()
 
 
@@ -45,17 +34,17 @@ def test_a_license_completes_it_and_stays(run, tmp_path):
         ("???", "on the Hub: A license without an id is 'other'."),
     ],
 )
-def test_a_license_that_the_hub_does_not_know_is_refused(run, tmp_path, given, meant):
+def test_a_license_that_the_hub_does_not_know_is_refused(command, tmp_path, given, meant):
     folder = write_checkpoint(tmp_path / "heads")
-    code, _, err = run("card", folder, "--license", given)
+    code, _, err = command("card", folder, "--license", given)
     assert code == 2 and err.startswith(f"hf-drafthead: --license {given!r} is no id of a license on the Hub: ")
     assert meant in err and not (folder / "README.md").exists()
 
 
-def test_a_folder_without_heads_is_a_user_s_mistake(run, tmp_path):
+def test_a_folder_without_heads_is_a_user_s_mistake(command, tmp_path):
     for folder, said in (
         (tmp_path, "is no draft-head checkpoint (there is no config.json"),
         ("org/heads", "no folder"),
     ):
-        code, out, err = run("card", folder)
+        code, out, err = command("card", folder)
         assert (code, out, err.count("\n")) == (2, "", 1) and said in err

@@ -4,21 +4,10 @@ import json
 
 import pytest
 
-from hf_drafthead import cli
 from tests.formats.originals import ORIGINALS
 from tests.modeling.golden import golden_base
 
 MEDUSA = ORIGINALS[0]
-
-
-@pytest.fixture
-def run(capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in arguments])
-        return end.value.code, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture
@@ -28,8 +17,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_convert_shows_what_is_there_and_what_it_becomes(folder, run):
-    code, out, _ = run("convert", folder / "heads", "--json", folder / "report.json")
+def test_convert_shows_what_is_there_and_what_it_becomes(folder, command):
+    code, out, _ = command("convert", folder / "heads", "--json", folder / "report.json")
     assert code == 0
     for words in (
         "layout   FasterDecoding Medusa",
@@ -45,22 +34,24 @@ def test_convert_shows_what_is_there_and_what_it_becomes(folder, run):
     assert report["sources"]["projections.up.3.weight"] == ["3.1.weight"]
 
 
-def test_converted_heads_are_loaded_exported_and_converted_again(folder, run):
-    code, out, _ = run("convert", folder / "heads", folder / "ours")
+def test_converted_heads_are_loaded_exported_and_converted_again(folder, command):
+    code, out, _ = command("convert", folder / "heads", folder / "ours")
     assert code == 0 and f"the heads are in {folder / 'ours'}" in out
-    assert run("info", folder / "ours")[0] == 0
-    code, out, _ = run("export", folder / "ours", folder / "theirs", "--to", "tgi", "--json", folder / "report.json")
+    assert command("info", folder / "ours")[0] == 0
+    code, out, _ = command(
+        "export", folder / "ours", folder / "theirs", "--to", "tgi", "--json", folder / "report.json"
+    )
     assert code == 0 and "15 tensors of the layout FasterDecoding Medusa" in out
     assert json.loads((folder / "report.json").read_text())["weights"] == "medusa_lm_head.safetensors"
-    assert run("convert", folder / "theirs", folder / "again")[0] == 0
+    assert command("convert", folder / "theirs", folder / "again")[0] == 0
     weights = [(folder / name / "model.safetensors").read_bytes() for name in ("ours", "again")]
     assert weights[0] == weights[1]
 
 
-def test_left_out_tensors_are_listed(folder, run):
+def test_left_out_tensors_are_listed(folder, command):
     hydra = ORIGINALS[3]
     hydra.write(folder / "hydra", folder / "base")
-    _, out, _ = run("convert", folder / "hydra")
+    _, out, _ = command("convert", folder / "hydra")
     assert "left out: input_embed_fn.weight: a copy of the base's input embeddings" in out
     assert (
         "left out: prefix_embeding_layer.embed_tokens.weight: the prefix layer reads hidden states: the original" in out
@@ -82,8 +73,8 @@ def test_left_out_tensors_are_listed(folder, run):
         (["export", "{folder}/heads", "{folder}/new"], "Missing option '--to'"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(folder, run, words, text):
-    code, _, err = run(*(word.format(folder=folder) for word in words))
+def test_bad_input_is_refused_in_one_line(folder, command, words, text):
+    code, _, err = command(*(word.format(folder=folder) for word in words))
     assert code == 2
     assert err.startswith("hf-drafthead: ") and err.count("\n") == 1
     assert text in err

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_drafthead import cli, zoo
+from hf_drafthead import zoo
 from hf_drafthead.cli.common import parse_tree, read_template
 from hf_drafthead.cli.train import outcome
 from hf_drafthead.data.chats import Chat
@@ -39,28 +39,23 @@ from tests.training.chat_templates import tokenizer_with
     ],
     ids=str,
 )
-def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, capsys):
+def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "def f(a):\n    return a"}))
     given = {"--base": zoo.path("base"), "--family": "medusa", "--data": "one.jsonl", "--output": "out"}
     flags = [word for word in changed if word == "--streaming"]
     given |= dict(zip(*[iter([word for word in changed if word not in flags])] * 2, strict=True))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", *(word for pair in given.items() for word in pair), *flags])
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == 2 and said.startswith("hf-drafthead: ") and line in said
+    code, _, err = command("train", *(word for pair in given.items() for word in pair), *flags)
+    said = err.strip().splitlines()[-1]
+    assert code == 2 and said.startswith("hf-drafthead: ") and line in said
     assert not (tmp_path / "out").exists()
 
 
-def test_a_base_in_four_bits_needs_bitsandbytes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_base_in_four_bits_needs_bitsandbytes(monkeypatch, command):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    given = ["--base", zoo.path("base"), "--family", "medusa", "--data", "one.jsonl", "--output", "out"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["train", *given, "--load-in-4bit"])
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert ended.value.code == 2
-    assert "--load-in-4bit needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out." in said
+    words = ("--base", zoo.path("base"), "--family", "medusa", "--data", "one.jsonl", "--output", "out")
+    code, _, err = command("train", *words, "--load-in-4bit")
+    assert code == 2 and "needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out." in err
 
 
 def test_the_outcome_says_at_which_temperature_the_tokens_per_step_are_expected():
@@ -92,12 +87,10 @@ def test_a_byte_order_mark_is_no_part_of_a_template_or_a_tree(tmp_path):
         assert parse_tree(str(tree)) == DraftTree([[0], [1]])
 
 
-def test_the_vocabulary_is_a_ranking_of_the_tokens_of_a_text(tmp_path):
+def test_the_vocabulary_is_a_ranking_of_the_tokens_of_a_text(tmp_path, command):
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "import os\nimport os\nimport sys\n"}) + "\n")
-    words = ["vocabulary", zoo.path("base"), "--data", str(tmp_path / "texts.jsonl"), "--size", "3"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*words, "--output", str(tmp_path / "ranking.json")])
-    assert not ended.value.code
+    words = ("vocabulary", zoo.path("base"), "--data", tmp_path / "texts.jsonl", "--size", 3)
+    assert command(*words, "--output", tmp_path / "ranking.json")[0] == 0
     tokenizer = load_tokenizer(zoo.path("base"))
     counts = Counter(tokenizer("import os\nimport os\nimport sys\n")["input_ids"])
     ranking = json.loads((tmp_path / "ranking.json").read_text())

@@ -1,5 +1,6 @@
 """`hf-drafthead calibrate` and `trees`: what they print and store, and the code that they end with."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -9,7 +10,6 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
-from hf_drafthead import cli
 from hf_drafthead.cli import common
 from hf_drafthead.cli.trees import entry_in_words
 from hf_drafthead.generation.tree import DraftTree, published_trees
@@ -31,14 +31,8 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def run(folder, capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        fixed = ("calibrate", folder / "medusa", "--max-new-tokens", 16, "--max-nodes", 5)
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in (*fixed, *arguments)])
-        return end.value.code, *capsys.readouterr()
-
-    return call
+def run(folder, command):
+    return functools.partial(command, "calibrate", folder / "medusa", "--max-new-tokens", 16, "--max-nodes", 5)
 
 
 def stored(folder: Path) -> list:
@@ -107,30 +101,25 @@ def test_the_curves_are_drawn_for_each_batch_size(run, folder, tmp_path):
         assert (abs(picture - torch.tensor(to_rgb(colour)).numpy()).max(-1) < 0.01).any()
 
 
-def plan(folder, *arguments, capsys):
-    words = ("roofline", folder / "medusa", "--max-new-tokens", 16, "--max-nodes", 5, *arguments)
-    with pytest.raises(SystemExit) as end:
-        cli.main([str(word) for word in words])
-    return end.value.code, *capsys.readouterr()
+PLANNED = ("--max-new-tokens", 16, "--max-nodes", 5)
 
 
-def test_a_tree_is_planned_for_a_gpu_that_is_not_there(folder, tmp_path, capsys):
+def test_a_tree_is_planned_for_a_gpu_that_is_not_there(folder, tmp_path, command):
     asked = ("--gpu", "h100-sxm", "--prompts", folder / "prompts.jsonl", "--batch-size", "1,4")
-    code, out, _ = plan(folder, *asked, "--json", tmp_path / "plan.json", capsys=capsys)
+    code, out, _ = command("roofline", folder / "medusa", *PLANNED, *asked, "--json", tmp_path / "plan.json")
     assert code == 0 and "\nroot\n" in out and stored(folder) == []
     lines = [line for line in out.splitlines() if line.startswith("h100-sxm, batch size ")]
     found = json.loads((tmp_path / "plan.json").read_text())
     assert len(lines) == 4 and [one["batch_size"] for one in found["planned"]] == [1, 4]
     for line, floor, one in zip(lines[::2], lines[1::2], found["planned"]):
-        assert (
-            f"{len(one['tree']) + 1} nodes, {one['tokens_per_step']:.2f} tokens per step; on paper a step takes" in line
-        )
+        size = f"{len(one['tree']) + 1} nodes, {one['tokens_per_step']:.2f} tokens per step"
+        assert f"{size}; on paper a step takes" in line
         assert line.endswith(f" ms: {one['speedup']:.2f}x the base")
         assert "but launching the base's kernels takes about 0.16 ms a step as a CUDA graph and 1.2 ms without" in floor
 
 
-def test_an_unknown_gpu_is_refused_before_anything_is_loaded(tmp_path, capsys):
-    code, _, err = plan(tmp_path, "--gpu", "abacus", capsys=capsys)
+def test_an_unknown_gpu_is_refused_before_anything_is_loaded(command):
+    code, _, err = command("roofline", "nowhere", "--gpu", "abacus")
     assert code == 2 and "no machine 'abacus' is known: expected one of a40, a6000, " in err
 
 
@@ -144,11 +133,9 @@ def test_a_line_names_the_copies_that_pay():
     assert "no tree pays" in entry_in_words({**entry, "tree": [], "lookup": 0})
 
 
-def test_info_shows_what_was_calibrated(folder, run, capsys):
+def test_info_shows_what_was_calibrated(folder, run, command):
     run("--prompts", folder / "prompts.jsonl")
-    with pytest.raises(SystemExit):
-        cli.main(["info", str(folder / "medusa")])
-    out = capsys.readouterr().out
+    out = command("info", folder / "medusa")[1]
     nodes, copies = len(stored(folder)[0]["tree"]) + 1, stored(folder)[0]["lookup"]
     counted = ("1 node" if nodes == 1 else f"{nodes} nodes") + (f", {copies} copied tokens" if copies else "")
     assert f"calibrated     {counted}: device {cpu_name()}, threads " in out and "batch_size 1, execution eager" in out
@@ -156,9 +143,7 @@ def test_info_shows_what_was_calibrated(folder, run, capsys):
     config = folder / "medusa" / "generation_config.json"
     settings = json.loads(config.read_text().replace(cpu_name(), "another CPU"))
     config.write_text(json.dumps({**settings, "draft_tree": "mc_sim_7b_63"}))
-    with pytest.raises(SystemExit):
-        cli.main(["info", str(folder / "medusa")])
-    out = capsys.readouterr().out
+    out = command("info", folder / "medusa")[1]
     assert "execution eager (another CPU)" in out
     assert "on a CPU       8 nodes of it or none, as it pays there, unless it is calibrated below" in out
 
@@ -194,44 +179,32 @@ def test_progress_is_a_line_per_tenth_and_an_interrupted_calibration_is_stored(r
     ],
     ids=["rows", "file", "nodes", "long", "few"],
 )
-def test_bad_input_is_one_line(run, folder, arguments, line):
+def test_bad_input_is_one_line(run, folder, command, arguments, line):
+    assert "'org/heads' is no folder where trees can be stored: save the" in command("calibrate", "org/heads")[2]
     code, _, err = run(*(word.format(folder=folder) for word in arguments))
     said = err.strip().splitlines()[-1]
     assert code == 2 and line in said and said.startswith("hf-drafthead: ")
     assert stored(folder) == []
 
 
-def test_a_name_of_the_hub_can_be_looked_at_only(capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["calibrate", "org/heads"])
-    assert end.value.code == 2
-    assert "'org/heads' is no folder where trees can be stored: save the heads first, or add --dry-run." in (
-        capsys.readouterr().err
-    )
-
-
-def test_the_published_trees_are_listed_and_drawn(capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["trees"])
-    lines = capsys.readouterr().out.splitlines()
-    assert end.value.code == 0 and [line.split()[0] for line in lines] == published_trees()
+def test_the_published_trees_are_listed_and_drawn(command):
+    code, out, _ = command("trees")
+    lines = out.splitlines()
+    assert code == 0 and [line.split()[0] for line in lines] == published_trees()
     assert "64 nodes, depth 4" in lines[published_trees().index("mc_sim_7b_63")]
-    with pytest.raises(SystemExit):
-        cli.main(["trees", "hydra_single"])
-    assert capsys.readouterr().out.rstrip("\n") == DraftTree.from_name("hydra_single").draw()
+    assert command("trees", "hydra_single")[1].rstrip("\n") == DraftTree.from_name("hydra_single").draw()
 
 
-def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, capsys):
+def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, command):
     monkeypatch.setattr(cost_file, "FILE", tmp_path / "costs.json")
     cost_file.keep("a CPU", {"1 nodes in 0 levels": [2.0, 2.5], "8 nodes in 3 levels": [3.0], "9 nodes": []}, since=1.0)
 
     def shown(*options):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["costs", *options])
-        assert end.value.code == 0
-        return capsys.readouterr().out.splitlines()
+        code, out, _ = command("costs", *options)
+        assert code == 0
+        return out.splitlines()
 
-    lines = shown("--json", str(tmp_path / "shown.json"))
+    lines = shown("--json", tmp_path / "shown.json")
     assert lines[:2] == [str(tmp_path / "costs.json"), "a CPU:"]
     assert "  8 nodes in 3 levels: 1.50 steps of the base (the median 1.00 times the shortest of 1), 20" in lines[3]
     assert "  9 nodes: could not be measured, 20" in lines[4]

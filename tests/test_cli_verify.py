@@ -1,5 +1,6 @@
 """`hf-drafthead verify`: what it prints and writes, and the code that it ends with."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -27,14 +28,9 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(folder, capsys):
-    def call(*arguments) -> tuple[int, str, str]:
-        fixed = ("verify", folder / "medusa", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 8)
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in (*fixed, *arguments)])
-        return end.value.code, *capsys.readouterr()
-
-    return call
+def run(folder, command):
+    words = ("verify", folder / "medusa", "--prompts", folder / "prompts.jsonl", "--max-new-tokens", 8)
+    return functools.partial(command, *words)
 
 
 def test_heads_that_write_what_the_base_writes_pass(run, tmp_path):
@@ -90,7 +86,7 @@ def test_an_interruption_keeps_what_was_compared(run, tmp_path, monkeypatch):
     assert run()[0] == 130
 
 
-@pytest.mark.parametrize("command", ["generate", "verify"])
+@pytest.mark.parametrize("kind", ["generate", "verify"])
 @pytest.mark.parametrize("moment", ["load", "generate"])
 @pytest.mark.parametrize(
     "error, text",
@@ -102,7 +98,7 @@ def test_an_interruption_keeps_what_was_compared(run, tmp_path, monkeypatch):
     ],
     ids=["gpu", "cpu", "python", "import"],
 )
-def test_what_the_machine_lacks_is_told_in_one_line(folder, capsys, monkeypatch, command, moment, error, text):
+def test_what_the_machine_lacks_is_told_in_one_line(folder, command, monkeypatch, kind, moment, error, text):
     def failing(*arguments, **kwargs):
         raise error
 
@@ -110,11 +106,9 @@ def test_what_the_machine_lacks_is_told_in_one_line(folder, capsys, monkeypatch,
         monkeypatch.setattr(DraftHeadPreTrainedModel, "from_pretrained", failing)
     else:
         monkeypatch.setattr(DraftHeadGenerationMixin, "generate", failing)
-    given = ["--prompt", "x"] if command == "generate" else ["--prompts", str(folder / "prompts.jsonl")]
-    with pytest.raises(SystemExit) as end:
-        cli.main([command, str(folder / "medusa"), *given])
-    err = capsys.readouterr().err
-    assert end.value.code == 2
+    given = ["--prompt", "x"] if kind == "generate" else ["--prompts", folder / "prompts.jsonl"]
+    code, _, err = command(kind, folder / "medusa", *given)
+    assert code == 2
     assert err.startswith(f"hf-drafthead: {text}") and err.count("\n") == 1
 
 
@@ -130,14 +124,13 @@ def test_other_errors_are_not_hidden(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, typer.Abort])
-def test_an_interruption_has_its_own_code(folder, monkeypatch, capsys, error):
+def test_an_interruption_has_its_own_code(folder, monkeypatch, command, error):
     def interrupted(*arguments, **kwargs):
         raise error
 
     monkeypatch.setattr(DraftHeadGenerationMixin, "generate", interrupted)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["generate", str(folder / "medusa"), "--prompt", "x"])
-    assert end.value.code == 130 and "Traceback" not in capsys.readouterr().err
+    code, _, err = command("generate", folder / "medusa", "--prompt", "x")
+    assert code == 130 and "Traceback" not in err
 
 
 def test_calls_that_the_base_decoded_are_told(run):
@@ -172,17 +165,14 @@ def test_half_precision_is_loaded_when_asked_for(run, tmp_path):
     assert json.loads(file.read_text())["dtype"] == str(torch.bfloat16).removeprefix("torch.")
 
 
-def test_a_split_of_a_data_set_is_verified(folder, capsys, tmp_path):
+def test_a_split_of_a_data_set_is_verified(run, tmp_path):
     prompts = Dataset.from_list([{"prompt": "ab"}, {"prompt": "xy"}])
     DatasetDict({"train": prompts, "mine": prompts.select([0])}).save_to_disk(tmp_path / "set")
-    words = ["verify", str(folder / "medusa"), "--prompts", str(tmp_path / "set"), "--max-new-tokens", "4"]
-    with pytest.raises(SystemExit) as end:
-        cli.main([*words, "--split", "mine", "--json", str(tmp_path / "verdict.json")])
-    assert end.value.code == 0
+    words = ("--prompts", tmp_path / "set")
+    assert run(*words, "--split", "mine", "--json", tmp_path / "verdict.json")[0] == 0
     assert json.loads((tmp_path / "verdict.json").read_text())["prompts"] == 1
-    with pytest.raises(SystemExit) as end:
-        cli.main(words)
-    assert end.value.code == 2 and "has several splits: choose one of train, mine" in capsys.readouterr().err
+    code, _, err = run(*words)
+    assert code == 2 and "has several splits: choose one of train, mine with --split." in err
 
 
 def test_an_exact_base_is_compared_to_the_bit_and_with_itself_as_it_was(run, tmp_path, monkeypatch):
@@ -208,15 +198,12 @@ def test_an_exact_base_is_compared_to_the_bit_and_with_itself_as_it_was(run, tmp
     assert json.loads(file.read_text())["identical"] is True
 
 
-def test_a_checkpoint_is_loaded_exact(folder, capsys):
-    with pytest.raises(SystemExit) as end:
-        words = ["generate", folder / "medusa", "--prompt", "ab", "--max-new-tokens", 4, "--dtype", "bfloat16"]
-        cli.main([*map(str, words), "--exact"])
-    assert end.value.code == 0 and "cdef" in capsys.readouterr().out
+def test_a_checkpoint_is_loaded_exact(folder, command):
+    words = ("generate", folder / "medusa", "--prompt", "ab", "--max-new-tokens", 4, "--exact", "--dtype")
+    code, out, _ = command(*words, "bfloat16")
+    assert code == 0 and "cdef" in out
     model = MedusaForCausalLM.from_pretrained(folder / "medusa", dtype=torch.float16, exact=True)
     write = pipeline("text-generation", str(folder / "medusa"), model_kwargs={"exact": True, "dtype": torch.bfloat16})
     assert is_exact(model) and is_exact(write.model) and write.model.base.dtype == torch.bfloat16
-    with pytest.raises(SystemExit) as end:
-        cli.main(["generate", str(folder / "medusa"), "--prompt", "ab", "--exact", "--dtype", "float64"])
-    assert end.value.code == 2
-    assert "torch.float64 is not made exact: load it in one of" in capsys.readouterr().err
+    code, _, err = command(*words, "float64")
+    assert code == 2 and "torch.float64 is not made exact: load it in one of" in err

@@ -20,17 +20,12 @@ LOOKS = 10  # steps between two looks at the loss on a GPU
 
 class Clock(TrainerCallback):
     """Counts a Trainer's wall time, and stores it in a JSON file with each checkpoint: `seconds`, and those of what
-    came `before` it, such as writing its text. `limit`: hours after which the training is stopped, all counted. An
-    evaluation is left out where all of them would take more than the share `evaluations` of the time so far; there is
-    one at the end."""
+    came `before` it, such as writing its text. `limit`: hours after which the training is stopped, all counted."""
 
-    def __init__(self, file: Path, limit: float | None = None, evaluations: float | None = None) -> None:
-        self.file, self.evaluations, self._whole = file, evaluations, limit
+    def __init__(self, file: Path, limit: float | None = None) -> None:
+        self.file, self._whole = file, limit
         self.seconds = self.before = 0.0
         self.started: float | None = None
-        self.expected_evaluation = 0.0
-        self._evaluating = 0.0
-        self._evaluation_started: float | None = None
 
     @property
     def limit(self) -> float | None:
@@ -66,21 +61,8 @@ class Clock(TrainerCallback):
         if self.limit and self.share(args) >= 1:
             control.should_training_stop = True
         last = control.should_training_stop or state.global_step >= state.max_steps
-        if self.evaluations is not None and last:
+        if last and args.eval_strategy == "steps" and not args.load_best_model_at_end:
             control.should_evaluate = True
-        if not control.should_evaluate:
-            return
-        if self.evaluations is not None and not last:
-            most = self.evaluations * 3600 * self.hours
-            control.should_evaluate = agreed(self._evaluating + self.expected_evaluation <= most, args) > 0
-        if control.should_evaluate:
-            self._evaluation_started = time.monotonic()
-
-    def on_evaluate(self, args, state, control, **kwargs) -> None:
-        if self._evaluation_started is not None:
-            self.expected_evaluation = time.monotonic() - self._evaluation_started
-            self._evaluating += self.expected_evaluation
-            self._evaluation_started = None
 
     def _kept(self, name: str) -> float:
         return json.loads(self.file.read_text()).get(name, 0.0) if self.file.is_file() else 0.0

@@ -60,8 +60,9 @@ class Forecast:
         )
 
 
-def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
-    """Estimate what a training will take; where there is a limit of hours, set the epochs that fit into it."""
+def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None = None) -> Forecast:
+    """Estimate what a training will take; where there is a limit of hours, set the epochs that fit into it, of which
+    evaluations take a tenth. Where a `share` is given, evaluate so seldom that it takes no more of the time."""
     args = trainer.args
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     batch = args.per_device_train_batch_size
@@ -74,11 +75,13 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData) -> Forecast:
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
         times, peak = _tried(trainer, data.held_out, batch * _row_length(data.rows, tokens) if rows else None)
         if args.hours and args.max_steps <= 0 and in_epoch:
-            left = 3600 * hours_left(trainer)
-            args.num_train_epochs = fitting_epochs(args.num_train_epochs, left, in_epoch * times.step)
+            fitting = 0.9 * 3600 * hours_left(trainer) / (in_epoch * times.step)
+            args.num_train_epochs = min(args.num_train_epochs, fitting)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
     every = args.eval_steps if args.eval_steps and args.eval_strategy == "steps" else None
     every = None if every is None else max(math.ceil(steps * every), 1) if every < 1 else int(every)
+    if every and share and times is not None:
+        every = args.eval_steps = max(every, math.ceil(times.evaluation / (share * times.step)))
     evaluations = math.ceil(steps / (every or in_epoch or steps)) if args.eval_strategy != "no" else 1
     return Forecast(
         parameters=sum(parameter.numel() for parameter in model.drafter.parameters()),
@@ -104,15 +107,6 @@ def _row_length(rows: Sequence[Any], tokens: int | None) -> float:
     return sum(len(rows[number]["input_ids"]) for number in some) / len(some)
 
 
-def fitting_epochs(most: float, seconds: float, epoch: float) -> float:
-    """How many epochs fit into a time of which evaluations take a tenth.
-
-    >>> fitting_epochs(3, 3600, 1000), fitting_epochs(3, 3600, 1800), fitting_epochs(3, 3600, 6480)
-    (3, 1.8, 0.5)
-    """
-    return min(most, 0.9 * seconds / epoch)
-
-
 def hours_left(trainer: DraftHeadTrainer) -> float:
     limit = None if trainer.clock is None else trainer.clock.limit
     return float(trainer.args.hours or 0.0) if limit is None else limit
@@ -127,12 +121,10 @@ class Times(NamedTuple):
 
 
 def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int) -> float:
-    training, during = steps * times.step, max(evaluations - 1, 0) * times.evaluation
-    if trainer.clock is not None and trainer.clock.evaluations is not None:
-        during = min(during, trainer.clock.evaluations * training)
+    training = steps * times.step
     if trainer.args.hours:
         training = min(training, 3600 * hours_left(trainer))
-    return training + during + times.evaluation + times.once
+    return training + max(evaluations, 1) * times.evaluation + times.once
 
 
 def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None) -> tuple[Times, int | None]:
@@ -187,8 +179,6 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None)
             evaluation += guessing
             once = answering + (answering + guessing + TIMED_TOKENS * token if args.calibrate_tree else 0.0)
     model.train(training)
-    if trainer.clock is not None:
-        trainer.clock.expected_evaluation = evaluation
     return Times(args.gradient_accumulation_steps * passing + updating, evaluation, once), peak
 
 

@@ -128,29 +128,21 @@ def write_whole(file: Path, content: str | Iterable[bytes]) -> None:
 
 
 def plot_training(history: Sequence[dict[str, Any]], file: Path) -> None:
-    """Top-1 accuracy of every head and tokens per step over the steps of a Trainer's history, on held-out rows; of one
-    evaluation as bars."""
+    """Top-1 accuracy of every head and tokens per step over the steps of a Trainer's history, on held-out rows."""
     from matplotlib.figure import Figure
 
     rows = [entry for entry in history if "eval_loss" in entry]
     speeds = [entry for entry in rows if entry.get("eval_tokens_per_step") is not None]
-    count = sum(1 for name in (rows[0] if rows else {}) if name.startswith("eval_head") and name.endswith("_top1"))
     figure = Figure(figsize=(9, 3.5), layout="constrained")
     accuracy, speed = figure.subplots(1, 2)
-    if len(rows) == 1:  # no curve
-        numbers = [str(head + 1) for head in range(count)]
-        accuracy.bar(numbers, [rows[0][f"eval_head{head}_top1"] for head in range(count)])
-        speed.bar([f"step {entry['step']}" for entry in speeds], [entry["eval_tokens_per_step"] for entry in speeds])
-    else:
-        steps = [entry["step"] for entry in rows]
-        for head in range(count):
-            values = [entry[f"eval_head{head}_top1"] for entry in rows]
-            accuracy.plot(steps, values, marker="o", label=f"head {head + 1}")
-        speed.plot([entry["step"] for entry in speeds], [entry["eval_tokens_per_step"] for entry in speeds], marker="o")
-        if count:
-            accuracy.legend()
-    label = "head" if len(rows) == 1 else "step"
-    accuracy.set(xlabel=label, ylabel="top-1 accuracy", title="held-out rows", ylim=(0, 1))
+    names = [name for name in (rows[0] if rows else {}) if name.startswith("eval_head") and name.endswith("_top1")]
+    for number, name in enumerate(names, start=1):
+        steps, shares = [entry["step"] for entry in rows], [entry[name] for entry in rows]
+        accuracy.plot(steps, shares, marker="o", label=f"head {number}")
+    if names:
+        accuracy.legend()
+    speed.plot([entry["step"] for entry in speeds], [entry["eval_tokens_per_step"] for entry in speeds], marker="o")
+    accuracy.set(xlabel="step", ylabel="top-1 accuracy", title="held-out rows", ylim=(0, 1))
     speed.set(xlabel="step", ylabel="tokens per step", title="expected of a 64-node tree")
     figure.savefig(file, dpi=120)
 

@@ -175,8 +175,7 @@ class _Run:
         # what its tokenizer says is asked before anything large is loaded
         kind = kind_of_text(self._tokenizer()) if self.data is None else None
         self.model, self.tokenizer = self._loaded(), self._tokenizer()
-        chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(self.arguments)
-        self.clock = Clock(self.output / "clock.json", settings.hours, None if chosen else EVALUATIONS)
+        self.clock = Clock(self.output / "clock.json", settings.hours)
         if self.resume:
             self.clock.resume()
         if kind is not None:
@@ -202,6 +201,7 @@ class _Run:
         if first:
             self.expected = self._expected()
         settings.num_train_epochs = agreed(settings.num_train_epochs, settings)
+        settings.eval_steps = settings.eval_steps and agreed(settings.eval_steps, settings)
 
     def train(self) -> Trained:
         checkpoint = record.whole_checkpoint(self.output) if self.resume else None
@@ -307,7 +307,9 @@ class _Run:
 
     def _expected(self) -> Forecast:
         """What the training will take, told with remarks on it."""
-        expected, advice = forecast(self.trainer, self.data), training_advice(self.model.base)
+        chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(self.arguments)
+        expected = forecast(self.trainer, self.data, None if chosen else EVALUATIONS)
+        advice = training_advice(self.model.base)
         for line in (str(expected), *remarks(expected, self.settings), *([advice] if advice else [])):
             self.say(line)
         return expected

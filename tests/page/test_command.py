@@ -10,16 +10,14 @@ from urllib.request import urlopen
 
 import pytest
 
-from hf_drafthead import cli, zoo
+from hf_drafthead import zoo
 
 
-def test_without_gradio_it_says_what_to_install(monkeypatch, capsys):
+def test_without_gradio_it_says_what_to_install(monkeypatch, command):
     find = importlib.util.find_spec
     monkeypatch.setattr("hf_drafthead.cli.models.find_spec", lambda name: None if name == "gradio" else find(name))
-    with pytest.raises(SystemExit) as end:
-        cli.main(["page", zoo.path("medusa")])
-    assert end.value.code == 2
-    assert capsys.readouterr().err == "hf-drafthead: the page needs gradio: pip install 'hf-drafthead[page]'.\n"
+    said = "hf-drafthead: the page needs gradio: pip install 'hf-drafthead[page]'.\n"
+    assert command("page", zoo.path("medusa")) == (2, "", said)
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from hf_drafthead import cli
 from hf_drafthead.data import read_rows
 from hf_drafthead.training import endpoint
 from hf_drafthead.training.data import tokenize_rows
@@ -235,13 +234,12 @@ def test_rows_that_the_server_refuses_are_counted_and_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("status", [401, 404, 503])
-def test_a_server_that_cannot_be_used_is_named_in_one_line(tmp_path, capsys, status):
+def test_a_server_that_cannot_be_used_is_named_in_one_line(tmp_path, command, status):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS))
     words = ["--data", tmp_path / "chats.jsonl", "--output", tmp_path / "out.jsonl", "--model", "letters"]
-    with Server(lambda number: status) as server, pytest.raises(SystemExit) as ended:
-        cli.main([str(word) for word in ("distill", "--endpoint", server.url, *words, "--retries", 0)])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and said.count("\n") == 1
+    with Server(lambda number: status) as server:
+        code, _, said = command("distill", "--endpoint", server.url, *words, "--retries", 0)
+    assert code == 2 and said.count("\n") == 1
     assert f"answers {status} (" in said and "--model 'letters' and OPENAI_API_KEY; the same command resumes." in said
 
 
@@ -349,15 +347,14 @@ def test_a_question_may_come_with_what_ends_it(tmp_path):
         (["--endpoint", "http://x", "--model", "x", "--batch-size", "2"], "--batch-size does not go with --endpoint"),
     ],
 )
-def test_what_does_not_go_together_is_refused(tmp_path, capsys, words, line):
+def test_what_does_not_go_together_is_refused(tmp_path, command, words, line):
     (tmp_path / "chats.jsonl").write_text(json.dumps(CHATS[0]))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["distill", *words, "--data", f"{tmp_path}/chats.jsonl", "--output", f"{tmp_path}/out.jsonl"])
-    assert ended.value.code == 2 and line in capsys.readouterr().err
+    code, _, err = command("distill", *words, "--data", tmp_path / "chats.jsonl", "--output", tmp_path / "out.jsonl")
+    assert code == 2 and line in err
 
 
 @pytest.mark.slow
-def test_a_served_model_answers_as_it_does_in_this_process(tmp_path):
+def test_a_served_model_answers_as_it_does_in_this_process(tmp_path, command):
     served()
     base = save_base(tmp_path)
     heads = save_heads(tmp_path, base, "medusa")
@@ -368,11 +365,10 @@ def test_a_served_model_answers_as_it_does_in_this_process(tmp_path):
     rows = read_rows(tmp_path / "data.jsonl")
     loaded, tokenizer = load_model(str(heads))
     distill(loaded, tokenizer, rows, tmp_path / "here.jsonl", max_new_tokens=8, prompt_tokens=5)
-    with running_server(heads, tmp_path / "log") as url, pytest.raises(SystemExit) as ended:
+    with running_server(heads, tmp_path / "log") as url:
         words = ["--data", tmp_path / "data.jsonl", "--output", tmp_path / "there.jsonl", "--max-new-tokens", 8]
         words += ["--prompt-tokens", 5, "--concurrency", 4]
-        cli.main([str(word) for word in ("distill", heads, "--endpoint", url, "--model", heads, *words)])
-    assert ended.value.code == 0
+        assert command("distill", heads, "--endpoint", url, "--model", heads, *words)[0] == 0
     here, there = read(tmp_path / "here.jsonl"), read(tmp_path / "there.jsonl")
     for row in here:
         row.pop("ids", None)

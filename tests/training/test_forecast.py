@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from hf_drafthead import cli, zoo
 from hf_drafthead.training import run
 from hf_drafthead.training.forecast import Times, _most_memory, _row_length, _total
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer
-from tests.bases import tiny_base
+from tests.training.test_run import written_place
 from tests.training.test_trainer import weights
 
 ROOT = Path(__file__).parents[2]
@@ -27,15 +25,7 @@ ROWS = 24
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with a tiny base that has the zoo's tokenizer, and some texts."""
-    folder = tmp_path_factory.mktemp("forecast")
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    base = tiny_base(dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=128)
-    base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(ROWS)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return folder
+    return written_place(tmp_path_factory.mktemp("forecast"))
 
 
 def train(place, output, **arguments):
@@ -80,11 +70,17 @@ def test_rows_that_were_not_counted_are_as_long_as_some_of_them():
     assert _row_length(rows, 4000) == 4
 
 
-@pytest.mark.parametrize("share, during", [(None, 90), (0.1, 2)], ids=["as asked", "a tenth"])
-def test_the_time_is_that_of_steps_evaluations_and_calibration(share, during):
-    clock = types.SimpleNamespace(evaluations=share)
-    trainer = types.SimpleNamespace(clock=clock, args=types.SimpleNamespace(hours=None))
-    assert _total(trainer, Times(step=2.0, evaluation=30.0, once=7.0), 10, 4) == 20 + during + 30 + 7
+def test_the_time_is_that_of_steps_evaluations_and_calibration():
+    trainer = types.SimpleNamespace(clock=None, args=types.SimpleNamespace(hours=None))
+    assert _total(trainer, Times(step=2.0, evaluation=30.0, once=7.0), 10, 4) == 20 + 4 * 30 + 7
+
+
+def test_evaluations_take_at_most_a_tenth_of_the_steps_unless_it_is_said_how_often(place, tmp_path, monkeypatch):
+    took = Times(step=1.0, evaluation=0.5, once=0.0)
+    monkeypatch.setattr("hf_drafthead.training.forecast._tried", lambda *given: (took, None))
+    for given, evaluations in (({}, 3), ({"eval_steps": 2}, 6)):
+        dry = train(place, tmp_path / "out", dry_run=True, **given)
+        assert (dry.summary["forecast"]["steps"], dry.summary["forecast"]["evaluations"]) == (11, evaluations)
 
 
 def history(folder):
@@ -146,21 +142,17 @@ def words(place, output, *more):
     return ["train", *base, "--output", str(output), "--held-out-rows", "3", "--answer-tokens", "8", *settings, *more]
 
 
-def test_a_dry_run_on_the_command_line(place, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words(place, tmp_path / "out", "--dry-run", "--json", str(tmp_path / "dry.json")))
-    out = capsys.readouterr().out
-    assert ended.value.code == 0
+def test_a_dry_run_on_the_command_line(place, tmp_path, command):
+    code, out, _ = command(*words(place, tmp_path / "out", "--dry-run", "--json", tmp_path / "dry.json"))
+    assert code == 0
     assert "steps of 2 rows" in out and "the heads are in" not in out
     assert json.loads((tmp_path / "dry.json").read_text())["forecast"]["steps"] == 11
     assert not (tmp_path / "out").exists()
 
 
-def test_a_training_shows_what_to_expect_and_no_dictionaries(place, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(words(place, tmp_path / "out"))
-    out, err = capsys.readouterr()
-    assert ended.value.code == 0
+def test_a_training_shows_what_to_expect_and_no_dictionaries(place, tmp_path, command):
+    code, out, err = command(*words(place, tmp_path / "out"))
+    assert code == 0
     assert "{" not in err + out
     assert "\r" not in err and "step 9 of 11, loss" not in out  # lines in a log, and these on the error stream
     assert "step 9 of 11" in err

@@ -1,33 +1,21 @@
 """Heads learn in float32, whatever the base computes in: half precision has no room for small updates."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel
 
-from hf_drafthead import zoo
 from hf_drafthead.modeling.families import TRAINED, fresh_heads
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import loss_of, recipe_of
 from tests.bases import tiny_base
-from tests.training.test_run import QUICK
+from tests.training.test_run import QUICK, written_place
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Tiny bases in half precision that have the zoo's tokenizer, and some texts."""
-    folder = tmp_path_factory.mktemp("half")
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    for dtype in ("bfloat16", "float16"):
-        base = tiny_base(dtype=getattr(torch, dtype), vocab_size=len(tokenizer), max_position_embeddings=128)
-        base.save_pretrained(folder / dtype)
-        tokenizer.save_pretrained(folder / dtype)
-    texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(24)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return folder
+    return written_place(tmp_path_factory.mktemp("half"), ("bfloat16", "float16"))
 
 
 @pytest.mark.few(1)
@@ -36,19 +24,11 @@ def place(tmp_path_factory):
     [*((family, "bfloat16") for family in TRAINED), ("medusa", "float16"), ("eagle", "float16")],
 )
 def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path):
-
     arguments = {**QUICK, "max_steps": 6, "warmup_steps": 0, "save_steps": 1, "save_total_limit": 9}
     heads = tmp_path / "heads"
     fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}  # the base has two layers
-    trained = train_heads(
-        str(place / dtype),
-        family,
-        str(place / "texts.jsonl"),
-        heads,
-        fields=fields,
-        load={"dtype": "auto"},
-        **arguments,
-    )
+    arguments |= {"fields": fields, "load": {"dtype": "auto"}}
+    trained = train_heads(str(place / dtype), family, str(place / "texts.jsonl"), heads, **arguments)
     first, last = (load_file(heads / f"checkpoint-{step}" / "model.safetensors") for step in (1, 6))
     assert {tensor.dtype for tensor in last.values() if tensor.is_floating_point()} == {torch.float32}
     # of a vocabulary only the tokens that occur are learnt

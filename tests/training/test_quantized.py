@@ -1,15 +1,11 @@
 """A frozen base may be quantized: heads learn from the hidden states that it then has, and load with it again."""
 
-import json
-
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer, BitsAndBytesConfig
+from transformers import AutoModel, BitsAndBytesConfig
 
-from hf_drafthead import zoo
 from hf_drafthead.training.run import train_heads
-from tests.bases import tiny_base
-from tests.training.test_run import QUICK
+from tests.training.test_run import QUICK, written_place
 
 BITS = {
     "4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32},
@@ -19,16 +15,10 @@ BITS = {
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A base wide enough to be quantized, with the zoo's tokenizer, and some texts."""
-    folder = tmp_path_factory.mktemp("quantized")
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
-    base = tiny_base(dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=128, head_dim=32, **sizes)
-    base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
-    texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(24)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return folder
+    """A base wide enough to be quantized."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, **heads}
+    return written_place(tmp_path_factory.mktemp("quantized"), **sizes)
 
 
 @pytest.mark.few(1)
@@ -36,9 +26,8 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("family", ["medusa", "hydra++", "eagle"])
 def test_heads_learn_on_a_quantized_base_and_load_with_it(family, bits, place, tmp_path):
     load = {"quantization_config": BitsAndBytesConfig(**BITS[bits])}
-    trained = train_heads(
-        str(place / "base"), family, str(place / "texts.jsonl"), tmp_path / "heads", load=load, **QUICK
-    )
+    data = str(place / "texts.jsonl")
+    trained = train_heads(str(place / "base"), family, data, tmp_path / "heads", load=load, **QUICK)
     assert trained.model.base.hf_quantizer is not None and trained.summary["steps"] == 4
     loaded = AutoModel.from_pretrained(tmp_path / "heads", **load)
     kinds = {type(module).__name__ for module in loaded.base.modules()}

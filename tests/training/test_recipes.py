@@ -22,7 +22,7 @@ from tests.families import feature_size
 ROWS = [
     {"input_ids": torch.arange(12) % 7 + 3 + row % 5, "labels": torch.arange(12) % 7 + 3 + row % 5} for row in range(8)
 ]
-ALONE = types.SimpleNamespace(world_size=1)
+ALONE = types.SimpleNamespace(world_size=1, eval_strategy="steps", load_best_model_at_end=False)
 
 
 def arguments(tmp_path, **given):
@@ -105,37 +105,13 @@ def now(monkeypatch):
     return now
 
 
-def control(**given):
-    return types.SimpleNamespace(should_training_stop=False, should_evaluate=True, **given)
-
-
-def test_evaluations_take_at_most_their_share(now, tmp_path):
-    clock = Clock(tmp_path / "clock.json", evaluations=0.1)
-    clock.expected_evaluation = 5.0
-    state = types.SimpleNamespace(global_step=0, max_steps=100)
-    clock.on_train_begin(ALONE, state, None)
-    evaluated = []
-    for step in range(1, 101):
-        now.seconds += 1.0
-        state.global_step = step
-        wish = control()
-        clock.on_step_end(ALONE, state, wish)
-        if wish.should_evaluate:
-            evaluated.append(step)
-            now.seconds += 5.0
-            clock.on_evaluate(ALONE, state, wish)
-    assert evaluated[-1] == 100 and 50 in evaluated
-    assert 5.0 * len(evaluated[:-1]) <= 0.1 * now.seconds
-
-
 def test_a_training_stops_with_its_time_and_evaluates_once_more(now, tmp_path):
-    clock = Clock(tmp_path / "clock.json", limit=1.0, evaluations=0.1)
+    clock = Clock(tmp_path / "clock.json", limit=1.0)
     state = types.SimpleNamespace(global_step=5, max_steps=100)
     clock.on_train_begin(ALONE, types.SimpleNamespace(global_step=0), None)
-    clock.expected_evaluation = 1e9
     for seconds, stops in ((3599.0, False), (3600.0, True)):
         now.seconds = seconds
-        wish = control()
+        wish = types.SimpleNamespace(should_training_stop=False, should_evaluate=False)
         clock.on_step_end(ALONE, state, wish)
         assert (wish.should_training_stop, wish.should_evaluate) == (stops, stops)
 
@@ -185,11 +161,9 @@ def drawn(history, tmp_path, monkeypatch):
     return parts
 
 
-def test_a_picture_of_one_evaluation_has_bars_and_of_several_curves(tmp_path, monkeypatch):
+def test_a_picture_shows_what_each_head_and_a_step_learned(tmp_path, monkeypatch):
     entry = {"eval_loss": 1.0, "eval_head0_top1": 0.5, "eval_head1_top1": 0.25, "eval_tokens_per_step": 2.0}
-    accuracy, speed = drawn([{**entry, "step": 4}], tmp_path, monkeypatch)
-    assert [bar.get_height() for bar in accuracy.patches] == [0.5, 0.25] and not accuracy.lines
-    assert [bar.get_height() for bar in speed.patches] == [2.0] and accuracy.get_xlabel() == "head"
     accuracy, speed = drawn([{**entry, "step": 4}, {**entry, "step": 8}], tmp_path, monkeypatch)
-    assert len(accuracy.lines) == 2 and len(speed.lines) == 1 and not accuracy.patches
+    assert [[*line.get_ydata()] for line in accuracy.lines] == [[0.5, 0.5], [0.25, 0.25]]
+    assert [[*line.get_ydata()] for line in speed.lines] == [[2.0, 2.0]]
     drawn([], tmp_path, monkeypatch)

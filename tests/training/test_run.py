@@ -19,7 +19,7 @@ from transformers.utils import logging
 from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.modeling import families
-from hf_drafthead.training.arguments import DraftHeadTrainingArguments, sort_options
+from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.data import read_data
 from hf_drafthead.training.distill import distill
 from hf_drafthead.training.examples import PreparedData, own_prompts
@@ -44,17 +44,22 @@ QUICK = {
 }
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a tiny base that has the zoo's tokenizer, and some texts."""
-    folder = tmp_path_factory.mktemp("run")
+def written_place(folder, dtypes=("float32",), **sizes):
+    """A folder with tiny bases (`base`, others by their type) that have the zoo's tokenizer, and some texts."""
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
-    base = tiny_base(dtype=torch.float32, vocab_size=len(tokenizer), max_position_embeddings=128)
-    base.save_pretrained(folder / "base")
-    tokenizer.save_pretrained(folder / "base")
+    for dtype in dtypes:
+        name = "base" if dtype == "float32" else dtype
+        base = tiny_base(dtype=getattr(torch, dtype), vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
+        base.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
     texts = [f"def function_{number}(a, b):\n    return a * {number} + b\n" for number in range(24)]
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return written_place(tmp_path_factory.mktemp("run"))
 
 
 def train(place, output, family="medusa", **arguments):
@@ -308,9 +313,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights(tmp_path):
     start = weights(model.drafter)
     model.base.get_input_embeddings().weight.data[ROWS[0, 0]] = float("nan")
     again = trainer_of(model, tmp_path, max_steps=8)
-    with pytest.raises(
-        FloatingPointError, match=r"the gradient became nan in step 1: lower .*checkpoint-6 is complete"
-    ):
+    with pytest.raises(FloatingPointError, match=r"the gradient became nan in step 1: .*checkpoint-6 is complete"):
         again.train()
     assert all(torch.equal(tensor, start[name]) for name, tensor in weights(model.drafter).items())
 
@@ -325,23 +328,18 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights(tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in weights(model.drafter).values())
 
 
-def test_a_checkpoint_of_what_is_no_number_is_not_whole(tmp_path):
-    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
-    trainer_of(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
-    file = tmp_path / "checkpoint-4" / "model.safetensors"
-    tensors = load_file(file)
-    next(iter(tensors.values())).view(-1)[0] = float("nan")
-    save_file(tensors, file)
-    assert whole_checkpoint(tmp_path).name == "checkpoint-2"
-
-
-@pytest.mark.parametrize("torn", ["trainer_state.json", "model.safetensors"])
-def test_a_torn_checkpoint_is_passed_over(torn, tmp_path):
+@pytest.mark.parametrize("damage", ["trainer_state.json", "model.safetensors", "no number"])
+def test_a_torn_checkpoint_or_one_of_what_is_no_number_is_passed_over(damage, tmp_path):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
     trainer_of(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
     assert whole_checkpoint(tmp_path).name == "checkpoint-4"
-    file = tmp_path / "checkpoint-4" / torn
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    file = tmp_path / "checkpoint-4" / ("model.safetensors" if damage == "no number" else damage)
+    if damage == "no number":
+        tensors = load_file(file)
+        next(iter(tensors.values())).view(-1)[0] = float("nan")
+        save_file(tensors, file)
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     assert whole_checkpoint(tmp_path).name == "checkpoint-2"
 
 
@@ -407,13 +405,6 @@ def test_recipes_are_the_papers_and_can_be_changed(tmp_path):
         DraftHeadTrainingArguments.for_family("hidra", str(tmp_path))
 
 
-def test_options_are_told_apart():
-    given = {"num_draft_heads": 3, "max_steps": 5}
-    assert sort_options("medusa", given) == ({"num_draft_heads": 3}, {"max_steps": 5})
-    with pytest.raises(ValueError, match=r"'num_heads' is neither a config field of medusa \(.*num_draft_heads"):
-        sort_options("medusa", {"num_heads": 3})
-
-
 @pytest.mark.parametrize(("rows", "held_out"), [(2, 1), (19, 1), (20, 2), (639, 63), (640, 64), (900, 64)])
 def test_a_tenth_of_the_rows_is_held_out(place, tmp_path, rows, held_out):
     model = MedusaForCausalLM.from_base(str(place / "base"), num_draft_heads=1)
@@ -432,8 +423,6 @@ def test_bad_input(place, tmp_path):
         train(place, tmp_path / "g", num_draft_heads=1)
     with pytest.raises(ValueError, match="the data holds 24 rows, of which 24 are to be held out: give more data, or"):
         train(place, tmp_path / "a", held_out_rows=24)
-    with pytest.raises(ValueError, match="with streaming no epoch has a known length: give the"):
-        train_heads(str(place / "base"), "medusa", str(place / "texts.jsonl"), tmp_path / "b", streaming=True)
     with pytest.raises(ValueError, match="holds no complete checkpoint to resume from: leave --resume out"):
         train(place, tmp_path / "c", resume=True)
     with pytest.raises(ValueError, match="num_draft_heads cannot be set for trained heads"):

