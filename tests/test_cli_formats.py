@@ -53,9 +53,7 @@ def test_left_out_tensors_are_listed(folder, command):
     hydra.write(folder / "hydra", folder / "base")
     _, out, _ = command("convert", folder / "hydra")
     assert "left out: input_embed_fn.weight: a copy of the base's input embeddings" in out
-    assert (
-        "left out: prefix_embeding_layer.embed_tokens.weight: the prefix layer reads hidden states: the original" in out
-    )
+    assert "left out: prefix_embeding_layer.embed_tokens.weight: the prefix layer reads hidden states: the" in out
 
 
 @pytest.mark.parametrize(
@@ -65,10 +63,7 @@ def test_left_out_tensors_are_listed(folder, command):
         (["convert", "{folder}/heads", "{folder}/base"], "exists: give a folder that does not, or that is empty."),
         (["convert", "{folder}/heads", "--set", "x"], "--set 'x' is no NAME=VALUE"),
         (["convert", "{folder}/heads", "--set", "wings=2"], "'wings' is no config field of MedusaForCausalLM"),
-        (
-            ["export", "{folder}/heads", "{folder}/new", "--to", "tgi"],
-            "load them with MedusaForCausalLM.from_pretrained(",
-        ),
+        (["export", "{folder}/heads", "{folder}/new", "--to", "tgi"], "load them with MedusaForCausalLM.from_pretr"),
         (["export", "{folder}/heads", "{folder}/new", "--to", "owl"], "--to 'owl' is no known target: expected one of"),
         (["export", "{folder}/heads", "{folder}/new"], "Missing option '--to'"),
     ],

@@ -60,12 +60,7 @@ def without_format(rows: Any) -> Any:
     """
     if has_transform(rows) or not hasattr(rows, "with_format"):
         return rows
-    formatting = getattr(rows, "format", None)  # of a data set that is no stream
-    if isinstance(formatting, Mapping):
-        formatted = formatting["type"] is not None or set(formatting["columns"]) != set(rows.column_names)
-    else:
-        formatted = getattr(rows, "_formatting", None) is not None
-    return rows.with_format(None) if formatted else rows
+    return rows.with_format(None)
 
 
 def has_transform(rows: Any) -> bool:
@@ -82,13 +77,10 @@ def is_record(record: Any) -> bool:
 def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
     """One record in the form of a row; what cannot be read is None, and refused where it is used.
 
-    Args:
-        record: an object with `messages` or `conversations` (ShareGPT), and beside them perhaps `system`, `tools` and
-            `reasoning_content` (of the last answer); with `turns`, texts; with `text`, and `given` if its beginning is
-            only context; or with `prompt`, a text, texts to ask one after the other, or messages, and `completion` of
-            the same kind if the answer is there.
-        source: the file's name.
-        number: of the row in it.
+    A record has `messages` or `conversations` (ShareGPT), and beside them perhaps `system`, `tools` and
+    `reasoning_content` (of the last answer); or `turns`, texts; or `text`, and `given` if its beginning is only
+    context; or `prompt`, a text, texts to ask one after the other, or messages, and `completion` of the same kind if
+    the answer is there.
     """
     fields = record if isinstance(record, Mapping) else {}
     holder = next((name for name in CHATS if fields.get(name) is not None), None)

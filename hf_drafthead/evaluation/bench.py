@@ -219,24 +219,19 @@ def bench(
     """One measurement for every batch size, which is halved where memory runs out.
 
     Under `accelerate launch` every process decodes its share of the questions, and all return the same figures.
+    After an interruption the last one's `stopped` is set; a KeyboardInterrupt before there was anything to return.
 
     Args:
-        model: with draft heads.
-        tokenizer: the base's.
+        model, tokenizer: with draft heads, and the base's.
         questions: what to ask, questions of one category at a time.
         settings: of every call of `generate`, `max_new_tokens` among them.
         tree, acceptance, captured, compare: see `decoding_methods`.
         batch_sizes: each at least 1.
         repeats: timed runs of each prompt, of which the median counts.
         seed: of sampling; every method starts each round from the same state.
-        progress: called after each batch of questions.
-        notify: called with every notice.
-
-    Returns:
-        one per batch size that was begun, complete or not; after an interruption the last one's `stopped` is set.
+        progress, notify: called after each batch of questions, and with every notice.
 
     Raises:
-        KeyboardInterrupt: before there was anything to return.
         OSError, ValueError: as `decoding_methods` and `encode_all` do, or the memory does not suffice for one prompt.
     """
     share, processes = share_of(questions)

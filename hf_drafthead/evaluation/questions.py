@@ -46,15 +46,12 @@ class Question:
 
 
 def read_questions(source: str | Path, split: str | None = None, limit: int | None = None) -> list[Question]:
-    """The questions of a file, a folder of files, or a data set that `datasets.load_dataset` finds by this name.
+    """The questions of a file, a folder of files, or a data set that `datasets.load_dataset` finds, in their order.
 
     Args:
         source: the file or folder, or the data set's name.
         split: of the data set; by default its only one, or the one called `test`.
         limit: only so many, the first of every category, then the second ones, and so on.
-
-    Returns:
-        in their order; the topics of MT-Bench are one category where the file is Spec-Bench's.
 
     Raises:
         OSError: there is no such source.

@@ -202,8 +202,7 @@ def plan_trees(
         prompts: (P,) token ids each; None for some that the base writes itself.
         machine: a name in `MACHINES`.
         batch_sizes: rows of a call; a plan for each.
-        context: S, the positions that a step attends to, nodes not included.
-        max_nodes, new_tokens, temperature: as in `calibrate`.
+        context: S, the positions that a step attends to, nodes not included; the others as in `calibrate`.
 
     Raises:
         ValueError: no such machine, or not in this dtype; a base that the model does not fit; too few prompts.

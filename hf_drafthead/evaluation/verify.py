@@ -159,7 +159,7 @@ def verify(
     scores: bool = False,
     progress: Callable[[], object] = lambda: None,
 ) -> Verdict:
-    """Compare the heads with their base on every prompt, with every check.
+    """Compare the heads with their base on every prompt, with every check; what was compared where it is interrupted.
 
     Args:
         model: with draft heads.
@@ -171,9 +171,6 @@ def verify(
         tokenizer: the base's, needed where the settings have `stop_strings`.
         scores: whether the bits of logits are compared too.
         progress: called after each call that was compared.
-
-    Raises:
-        KeyboardInterrupt: before anything was compared; later what was compared is returned.
     """
     checks = all_checks(max_new_tokens, batch_size, settings or {}, model.base.generation_config.pad_token_id)
     stopped = False

@@ -171,14 +171,7 @@ class DraftHeadTrainingArguments(TrainingArguments):
     def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":
         """The recipe of a family's paper, or the quick one where it is asked for or the hours are limited.
 
-        Args:
-            family: a name in `modeling.families.FAMILIES`.
-            output_dir: where checkpoints go.
-            arguments: values that replace the recipe's.
-
-        Raises:
-            TypeError: there is no such argument.
-            ValueError: no such family.
+        `arguments` replace the recipe's. A TypeError for what is no argument, a ValueError for what is no family.
         """
         argument_names = {argument.name for argument in fields(cls) if argument.init}
         if unknown := sorted(set(arguments) - argument_names):

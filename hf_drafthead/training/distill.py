@@ -49,29 +49,24 @@ def distill(
 ) -> DistillReport:
     """Let a model answer the data's questions, in their order, its own answers being the context of the next ones.
 
-    Of a chat, the system turn and the questions are used, not the answers. A text is continued from its beginning. An
-    answer ends at the model's end of text, at the chat template's end of turn, or at a limit; a chat ends at an answer
-    that reached a limit, or where the base has no position left.
+    Of a chat, the system turn and the questions are used, not the answers; a text is continued from its beginning.
+    An answer ends at the model's end of text, at the chat template's end of turn, or at a limit; a chat ends at an
+    answer that reached a limit, or where the base has no position left. With a number in the place of rows the model
+    writes so many chats from nothing, its own questions (Magpie, arXiv 2406.08464) and its answers to them; without a
+    chat template, texts.
 
-    With a number in the place of rows the model writes so many chats from nothing: its own questions (Magpie, arXiv
-    2406.08464), and its answers to them. A question is what the model writes where the chat template would have a
-    user's words, at temperature 1, until the turn ends. Questions that are too short, cut, repeat themselves or hold
-    control tokens are dropped, and so are first questions with the words of an earlier one (of this process).
-
-    The output has one JSON object per row in the form that `read_rows` reads, with the row's number in `row`, and with
-    the tokens of each answer in `ids`. An interrupted run resumes where it stopped, and one with a greater number of
-    chats goes on behind the last one. Under `accelerate launch` every process takes its share (the folder of the output
-    must be one that all see). The rows are the same whatever the number of processes, the batch size and the
-    interruptions: sampled tokens depend on the seed, the row and the position alone. There are two limits: in another
-    batch, two nearly equal logits may be exchanged; and chats of the model's own that an interrupted run had not
-    finished are not begun again, others take their place.
+    The output has one JSON object per row in the form that `read_rows` reads, with the row's number in `row`, and
+    with the tokens of each answer in `ids`. An interrupted run resumes where it stopped, and one with a greater number
+    of chats goes on behind the last one. Under `accelerate launch` every process takes its share, in a folder that all
+    see. The rows are the same whatever the number of processes, the batch size and the interruptions, but that nearly
+    equal logits may be exchanged in another batch, and that chats of the model's own that were not finished are not
+    begun again.
 
     Args:
         model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
-        tokenizer: its fast tokenizer, with a chat template if there are chats; for a server that is asked nothing but
-            chats it may be None.
-        rows: from `read_rows`, or anything that can be iterated over twice and gives records such as it reads; or the
-            number of chats to write, those of earlier runs included.
+        tokenizer: its fast one, with a chat template if there are chats; None for a server that is asked chats alone.
+        rows: from `read_rows`, or anything that can be iterated over twice and gives such records; or the number of
+            chats to write, those of earlier runs included.
         output: JSON lines.
         max_new_tokens: of each answer.
         temperature: 0 is greedy, as by default for rows; 1 by default for chats of the model's own.
@@ -80,20 +75,15 @@ def distill(
             chats 256 on an accelerator, 32 on a CPU or with a server.
         max_length: of a prompt with its answer; by default the base's positions. Not for a server.
         prompt_tokens: of a text, how many are given.
-        turns: questions of a chat of the model's own, at most.
-        greedy: share of the model's own chats whose answers are greedy; the others are sampled at `temperature`.
-        question_tokens: of each question of the model's own.
-        seconds: after which no further chat of the model's own is begun; those that were are finished.
-        seed: of the sampling.
-        progress: called once for each row, in this process.
-
-    Returns:
-        What was written; fewer chats than asked for where the model wrote nothing but unfit questions for long.
+        turns, greedy, question_tokens: of the model's own chats: questions of each at most, the share whose answers are
+            greedy, and tokens of a question at most.
+        seconds: after which no further chat of the model's own is begun.
+        seed: of the sampling; progress: called once for each row, in this process.
 
     Raises:
         OSError: the output cannot be written, or is another file; or the server cannot be used.
-        ValueError: a setting that does not fit, an output that was begun with other settings, or no row that can be
-            asked; for the model's own chats also no chat template, or one that does not show a lone question.
+        ValueError: a setting that does not fit, an output that was begun with other settings, no row that can be asked,
+            or no chat template that shows a lone question.
     """
     settings = {"max_new_tokens": max_new_tokens, "top_p": float(top_p), "seed": seed}
     rows = without_format(rows)

@@ -87,6 +87,7 @@ class HeadsLoss:
         places = inputs.get("label_positions")
         places = label_positions(labels) if places is None else places.to(device)
         inputs = self.with_anchors(model, inputs)
+        batch = Batch(inputs, reading, labels, places)
         totals = (self.totals(model, inputs) if totals is None else totals).to(device).clamp(min=1)
         # Float32 heads on a base in half precision compute in bfloat16, whose range holds any gradient.
         half = like.dtype == torch.float32 and reading.features.dtype.itemsize == 2
@@ -94,10 +95,10 @@ class HeadsLoss:
         with torch.autocast(device.type, torch.bfloat16, enabled=other):
             loss = labels.new_zeros((), dtype=torch.float32)
             if self.base:
-                loss = loss + self.base * self._base_loss(model, inputs, reading, labels, places) / totals[0]
+                loss = loss + self.base * self._base_loss(model, batch) / totals[0]
             with computed_in(model.drafter, torch.bfloat16) if half else contextlib.nullcontext():
                 scale = heads_weight * self._shares(totals[1:], "anchors" in inputs)
-                heads, counts = self._of_heads(model, inputs, reading, labels, places, scale, count)
+                heads, counts = self._of_heads(model, batch, scale, count)
         return (loss + heads).to(inputs["labels"].device), counts
 
     def with_anchors(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -123,16 +124,10 @@ class HeadsLoss:
         return decay / (decay * totals).sum() if together else decay / totals
 
     def _of_heads(
-        self,
-        model: DraftHeadPreTrainedModel,
-        inputs: Mapping[str, Tensor],
-        reading: Reading,
-        labels: Tensor,
-        places: Tensor,
-        scale: Tensor,
-        count: bool,
+        self, model: DraftHeadPreTrainedModel, batch: "Batch", scale: Tensor, count: bool
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum over heads of labels (B, T), of which (N,) are at places; head k's losses weigh scale[k]."""
+        """The weighted sum over heads, of which head k's losses weigh scale[k]."""
+        inputs, reading, labels, places = batch
         drafter, text = model.drafter, (inputs["input_ids"], inputs.get("attention_mask"))
         features = drafter.placed(reading.features)
         if self.feature_noise and drafter.training:
@@ -165,20 +160,10 @@ class HeadsLoss:
                 guessed = head_rows[:, : features_there.shape[1]]
                 loss = loss + self.feature * (feature_loss(guessed, features_there) * weight).sum()
         confidence = self.confidence if drafter.confidence_logits(rows[0][:1]) is not None else 0.0
-        plan = Plan(
-            logits=drafter.unary_logits,
-            choice=drafter.choice_loss,
-            targets=targets,
-            weights=weights,
-            kept=valid if count else None,
-            next_token=self.next_token,
-            teacher=self.teacher,
-            distance=self.distance,
-            confidence=confidence,
-            foretold=drafter.confidence_logits,
-            size=self._chunk(drafter.choices, places.device),
-            learns=torch.is_grad_enabled(),
-        )
+        size = self._chunk(drafter.choices, places.device)
+        plan = Plan(drafter.unary_logits, targets, weights, size, valid if count else None, torch.is_grad_enabled())
+        plan = plan._replace(foretold=drafter.confidence_logits, choice=drafter.choice_loss, confidence=confidence)
+        plan = plan._replace(next_token=self.next_token, teacher=self.teacher, distance=self.distance)
         if self.teacher or self.distance or confidence:
             plan = plan._replace(teachers=self._teachers(model, reading.scores.flatten(0, 1).detach(), sources))
         parameters = _learning(drafter, model.base.get_output_embeddings())
@@ -200,15 +185,9 @@ class HeadsLoss:
     def _reader(self, model: DraftHeadPreTrainedModel) -> BaseReader:
         return self.reader or BaseReader(model.base, {}, True, model.drafter.reads, model.drafter.output)
 
-    def _base_loss(
-        self,
-        model: DraftHeadPreTrainedModel,
-        inputs: Mapping[str, Tensor],
-        reading: Reading,
-        labels: Tensor,
-        places: Tensor,
-    ) -> Tensor:
+    def _base_loss(self, model: DraftHeadPreTrainedModel, batch: "Batch") -> Tensor:
         """Cross-entropy with the text, or KL divergence from the base's distribution without adapters; summed."""
+        inputs, reading, labels, places = batch
         reader, teachers = self._reader(model), None
         if self.adapters_off is not None:
             with torch.no_grad(), self.adapters_off():
@@ -246,10 +225,10 @@ class HeadsLoss:
                 chunk_scores = scores.index_select(0, sources[head][chunk].to(scores.device))
                 if drafter.draft_tokens is None:
                     logits = reader.logits(chunk_scores)
+                elif reader.split:
+                    logits = drafter.base_logits(chunk_scores)
                 else:
-                    logits = (
-                        drafter.base_logits(chunk_scores) if reader.split else chunk_scores[:, drafter.draft_tokens]
-                    )
+                    logits = chunk_scores[:, drafter.draft_tokens]
                 last[key] = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
             return last[key]
 
@@ -257,6 +236,15 @@ class HeadsLoss:
 
     def _chunk(self, vocabulary: int, device: torch.device) -> int:
         return max((CHUNK if device.type == "cpu" else 32 * CHUNK) // vocabulary, 1)
+
+
+class Batch(NamedTuple):
+    """What the losses are of: labels (B, T), of which (N,) are at places."""
+
+    inputs: Mapping[str, Tensor]
+    reading: Reading
+    labels: Tensor
+    places: Tensor
 
 
 class Plan(NamedTuple):
@@ -275,6 +263,7 @@ class Plan(NamedTuple):
     weights: Sequence[Tensor]
     size: int
     kept: Sequence[Tensor] | None = None
+    learns: bool = True
     next_token: float = 0.0
     teacher: float = 0.0
     distance: float = 0.0
@@ -283,7 +272,6 @@ class Plan(NamedTuple):
     foretold: Callable[[Tensor], Tensor | None] | None = None
     choice: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
     divergence: bool = False
-    learns: bool = True
 
     def loss(self, head: int, chunk: slice, states: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of a head's losses over a chunk of its states (M, S), and its logits (M, D) there."""

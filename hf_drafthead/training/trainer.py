@@ -124,8 +124,8 @@ class DraftHeadTrainer(Trainer):
     ) -> Any:
         """The loss; also counts the rank that each head gave to the label.
 
-        Args:
-            num_items_in_batch: (1 + K,) from `get_batch_samples`; unused in evaluation, where each batch is averaged.
+        `num_items_in_batch` (1 + K,) is from `get_batch_samples`; unused in evaluation, where each batch is
+        averaged.
         """
         totals = num_items_in_batch if model.training else None
         # ranks cost a pass over all logits: in training they are counted where they are logged

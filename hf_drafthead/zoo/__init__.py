@@ -10,10 +10,7 @@ ASSETS: Path = Path(__file__).parent / "assets"
 
 
 def path(name: str) -> str:
-    """Folder of one model of the zoo, to be given to ``from_pretrained``.
-
-    Args:
-        name: ``"base"`` or one of :func:`families`.
+    """Folder of one model of the zoo, `"base"` or one of :func:`families`, to be given to ``from_pretrained``.
 
     Raises:
         ValueError: the zoo holds no such model.

@@ -58,16 +58,10 @@ def chat_families() -> list[str]:
 
 
 def chat_heads(family: str) -> str:
-    """The folder of the chat model with heads, to be given to `from_pretrained`.
+    """The folder of the chat model with heads of one of `chat_families`, to be given to `from_pretrained`.
 
-    It lies beside the base's, where calibrations can be stored with it; the first call makes it.
-
-    Args:
-        family: one of `chat_families`.
-
-    Raises:
-        ValueError: there are no such heads.
-        OSError: as `chat_base`.
+    It lies beside the base's, where calibrations can be stored with it; the first call makes it. A ValueError where
+    there are no such heads, an OSError as of `chat_base`.
     """
     if family not in chat_families():
         raise ValueError(f"there are no {family!r} heads for the chat model: expected one of {chat_families()}.")

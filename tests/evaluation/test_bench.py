@@ -49,6 +49,9 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
         given = calls.encode(model, tokenizer, [prompt.text])
         lengths = model.generate(**given, **GREEDY, draft_tree=TREE, return_dict_in_generate=True).accepted_lengths
         emitted, steps = emitted + int(lengths.sum()), steps + int((lengths > 0).sum())
+    run = benching.BenchRun(*loaded, calls.decoding_methods(*loaded, tree=TREE), GREEDY, repeats=3)
+    for one in run.run(PROMPTS[:2]):
+        assert {name: len(each.seconds) for name, each in one.runs.items()} == {"base": 3, "heads": 3}
     (found,) = measured(loaded, repeats=2)
     assert found.tokens_per_step == emitted / steps > 1
     assert found.identical and found.complete and found.stopped is None
@@ -60,12 +63,6 @@ def test_tokens_per_step_are_exactly_those_of_accepted_lengths(loaded):
     assert len(found.head_accuracy) == 3 and all(shares == sorted(shares) for shares in found.head_accuracy)
     assert found.to_json()["head2_top5"] == found.head_accuracy[2][4]
     assert found.peak_memory is None  # what a process on a CPU has used at most says nothing of a method
-
-
-def rounds_of(loaded, questions=PROMPTS, **options):
-    """The rounds of a run, before they are summed up."""
-    run = benching.BenchRun(*loaded, calls.decoding_methods(*loaded, tree=TREE), GREEDY, **options)
-    return list(run.run(questions))
 
 
 def test_a_batch_counts_each_row_by_itself(loaded):
@@ -91,11 +88,7 @@ def test_a_row_counts_up_to_its_own_end_of_sequence(loaded):
         ([], {}, "there is no prompt to measure on: give at least one."),
         ([Question(("",))], {}, "the prompt is empty: give the text to continue."),
         (PROMPTS, {"batch_sizes": [0]}, "batch_size is 0: expected at least 1."),
-        (
-            PROMPTS,
-            {"settings": {"max_new_tokens": 124}},
-            "a prompt of 5 tokens and 124 new ones exceed the base's 128 positions: ",
-        ),
+        (PROMPTS, {"settings": {"max_new_tokens": 124}}, "a prompt of 5 tokens and 124 new ones exceed the base's 128"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(loaded, prompts, options, text):
@@ -143,11 +136,6 @@ def test_a_token_that_the_base_does_not_embed_is_named(loaded):
     tokenizer.add_tokens(["<new>"])
     with pytest.raises(ValueError, match="the prompt has the token '<new>', number 259 of the tokenizer, but the base"):
         calls.encode(model, tokenizer, ["ab<new>"])
-
-
-def test_everybody_runs_as_often_as_asked(loaded):
-    for one in rounds_of(loaded, PROMPTS[:2], repeats=3):
-        assert {name: len(run.seconds) for name, run in one.runs.items()} == {"base": 3, "heads": 3}
 
 
 def test_the_accuracy_of_the_heads_is_a_count_of_right_guesses(loaded):
@@ -214,10 +202,8 @@ def test_a_verdict_says_what_a_speedup_means(loaded):
     drafting = "25 % of the steps drafted 8 nodes and emitted 1.50 tokens each, the others 1."
     assert report.verdicts([paused]) == [f"medusa: 1.80x: faster than the base. {drafting}"]
     captured = dataclasses.replace(found, speedup=0.65, captured=True, dtype="bfloat16")
-    assert report.verdicts([captured]) == [
-        "medusa: 0.65x: slower than the base; calibrate (`hf-drafthead calibrate`). "
-        "The check of exactness is --dtype float32."
-    ]
+    (told,) = report.verdicts([captured])
+    assert told.endswith("calibrate (`hf-drafthead calibrate`). The check of exactness is --dtype float32.")
 
 
 def test_a_measurement_knows_whether_its_calls_were_calibrated(loaded, monkeypatch):
@@ -315,9 +301,8 @@ def test_a_later_turn_follows_the_base_s_own_answer(loaded, monkeypatch):
 
     monkeypatch.setattr(type(model.base), "generate", listening)
     (found,) = measured(loaded, CHATS, batch_sizes=[2])
-    answer = tokenizer.decode(
-        generate(model.base, **calls.encode(model, tokenizer, ["<ab>"], special_tokens=False), **GREEDY)[0, 4:]
-    )
+    first = calls.encode(model, tokenizer, ["<ab>"], special_tokens=False)
+    answer = tokenizer.decode(generate(model.base, **first, **GREEDY)[0, 4:])
     assert asked[-1] == [f"<ab><{answer.strip()}><cd>"]
     assert found.prompts == 3 and found.batch_size == 2  # the second conversation has one turn
 
@@ -326,12 +311,8 @@ def test_a_later_turn_without_room_is_left_out_and_told(loaded):
     notices = []
     settings = {**GREEDY, "max_new_tokens": 60}
     (found,) = measured(loaded, CHATS, settings, notify=notices.append)
-    assert found.prompts == 2
-    assert (
-        notices
-        == found.notices
-        == ["q line 1: turn 2 is left out, its 70 tokens leave no room in the base's positions."]
-    )
+    told = "q line 1: turn 2 is left out, its 70 tokens leave no room in the base's positions."
+    assert found.prompts == 2 and notices == found.notices == [told]
 
 
 def test_sampling_from_the_same_seed_gives_the_same_text(loaded):
@@ -377,9 +358,8 @@ def test_out_of_memory_steps_the_batch_down_and_keeps_what_was_measured(loaded, 
     halves, alone = measured(loaded, questions, batch_sizes=[2], notify=notices.append)
     assert (halves.batch_size, halves.prompts, halves.complete, halves.stopped) == (2, 2, False, "out of memory")
     assert (alone.batch_size, alone.prompts, alone.complete, alone.stopped) == (1, 4, True, None)
-    assert notices == [
-        "out of memory at a batch size of 2: 2 prompts were measured, continuing with a batch size of 1."
-    ]
+    told = "out of memory at a batch size of 2: 2 prompts were measured, continuing with a batch size of 1."
+    assert notices == [told]
 
 
 def test_out_of_memory_with_a_single_prompt_is_refused(loaded, monkeypatch):
@@ -404,19 +384,6 @@ def test_an_interruption_leaves_what_was_measured_and_is_marked(loaded, monkeypa
         measured(loaded)
 
 
-def test_an_interruption_of_a_warm_up_ends_the_call_and_is_told(loaded, monkeypatch):
-    warm_up = benching.BenchRun._warm_up
-
-    def interrupted(self, given):
-        if self.batch_size == 2:
-            raise KeyboardInterrupt
-        warm_up(self, given)
-
-    monkeypatch.setattr(benching.BenchRun, "_warm_up", interrupted)
-    (found,) = measured(loaded, batch_sizes=[1, 2, 3])
-    assert (found.batch_size, found.prompts, found.complete, found.stopped) == (1, 4, True, "interrupted")
-
-
 @pytest.mark.parametrize("moment", ["loading", "warm-up"])
 def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(loaded, monkeypatch, moment):
     warm_up, begun, kept = benching.BenchRun._warm_up, [], []
@@ -434,9 +401,8 @@ def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(load
 
     monkeypatch.setattr(benching.BenchRun, "_warm_up", warming)
     sizes = [1] if moment == "loading" else [1, 2]
-    asked = benching.BenchPlan(
-        ["a", "b", "c"], loading, PROMPTS[:1], GREEDY, trees=[TREE], batch_sizes=sizes, options={"repeats": 1}
-    )
+    how = {"trees": [TREE], "batch_sizes": sizes, "options": {"repeats": 1}}
+    asked = benching.BenchPlan(["a", "b", "c"], loading, PROMPTS[:1], GREEDY, **how)
     asked.carry_out(begin=lambda name: lambda: None, notify=print, keep=lambda found: kept.append(list(found)))
     assert begun == (["a", "b"] if moment == "loading" else ["a"])
     assert [one.stopped for one in kept[-1]] == ["interrupted"]
@@ -536,17 +502,9 @@ def test_every_new_shape_is_compiled_before_the_clock_runs(loaded, monkeypatch):
     assert found.compared["compiled"]["speedup"] > 0  # of the prompts before
 
 
-@pytest.mark.parametrize(
-    "name, text",
-    [
-        ("lookup", "--compare 'lookup' is not known: expected prompt-lookup, assistant=PATH or compiled."),
-        ("assistant=nowhere/at/all", "no assistant could be read at 'nowhere/at/all' ("),
-    ],
-)
-def test_others_that_are_not_known_are_refused(loaded, name, text):
-    with pytest.raises((OSError, ValueError)) as refused:
-        calls.decoding_methods(*loaded, compare=[name])
-    assert text in str(refused.value)
+def test_an_assistant_that_is_not_there_is_refused(loaded):
+    with pytest.raises(OSError, match=r"no assistant could be read at 'nowhere/at/all' \("):
+        calls.decoding_methods(*loaded, compare=["assistant=nowhere/at/all"])
 
 
 def test_processes_share_the_questions_and_add_up(loaded, monkeypatch):

@@ -117,13 +117,6 @@ def test_typical_acceptance_is_the_heads_alone(hydra, given):
     assert found.sides[HEADS].tokens_per_step > compared(hydra, given, SAMPLED).sides[HEADS].tokens_per_step
 
 
-def test_without_the_base_nothing_is_compared(hydra, given):
-    found = compared(hydra, given, GREEDY, with_base=False)
-    assert list(found.sides) == [HEADS]
-    assert found.same is None and found.speedup is None
-    assert len(found.sides[HEADS].tokens) == 48
-
-
 def test_where_the_base_decodes_by_itself_it_is_told(hydra, given):
     found = compared(hydra, given, {**GREEDY, "num_beams": 1, "use_cache": False, "max_new_tokens": 6})
     assert found.sides[HEADS].drafted is False
@@ -141,8 +134,9 @@ def test_a_stop_ends_both_sides_before_their_end(hydra, given):
     assert comparison.same is None
 
 
-def test_leaving_early_ends_both_sides(hydra, given):
-    comparison = SideBySide(hydra[0], given, LONG, DraftSettings(draft_tree=TREE))
+def test_leaving_early_ends_all_also_without_the_base(hydra, given):
+    comparison = SideBySide(hydra[0], given, LONG, DraftSettings(draft_tree=TREE), with_base=False)
+    assert list(comparison.sides) == [HEADS]
     running = comparison.run()
     next(running)
     running.close()

@@ -198,57 +198,34 @@ def test_the_hash_tells_what_is_said_and_not_how_it_is_stored(tmp_path, chats):
         assert data_hash(read_rows(write_lines(chats, [{"messages": turns(*one)} for one in other]))) != known
 
 
+DEEP = "[" * 100_000 + "]" * 100_000
 BAD_FILES = {
-    "no.json": ("[1", "x", "there is no data at"),
-    "line.jsonl": (
-        '{"text": "a"}\n\n{"text": \n',
-        None,
-        "line.jsonl line 3 is not JSON (Expecting value): write one object",
-    ),
-    "within.json": ('[{"text": "a"},\n{"text" 5}]', None, "within.json line 2 is not JSON (Expecting ':' delimiter): "),
-    "cut.json": ('[{"text": "a"},\n', None, "cut.json line 2 is not JSON (Expecting value): write one"),
-    "open.json": ('[{"text": "a"}\n', None, "open.json line 2 is not JSON (Expecting ',' delimiter): "),
-    "comma.json": ('[{"text": "a"} {"text": "b"}]', None, "comma.json line 1 is not JSON (Expecting ',' delimiter): "),
-    "two.json": ('[{"text": "a"}]\n[]', None, "two.json line 2 is not JSON (Extra data): write one"),
-    "kind.csv": ("a,b", None, "kind.csv' is not known: expected a file that ends in one of .json, .jsonl, .txt."),
-    "form.jsonl": (
-        '{"question": "a"}',
-        None,
-        'form.jsonl begins with \'{"question": "a"}\': expected a chat as',
-    ),
-    "plain.json": ("[[1]]", None, "plain.json begins with '[1]': expected a chat as "),
-    "empty.jsonl": ("\n", None, "empty.jsonl: there is no row in it: expected a chat as "),
-    "empty.json": ("[ ]", None, "empty.json: there is no row in it"),
-    "deep.jsonl": (
-        '{"text": "a"}\n{"text": "b", "more": ' + "[" * 200 + "]" * 200 + "}\n",
-        None,
-        "deep.jsonl line 2 is nested more than 100 levels deep: expected a chat as",
-    ),
-    "deeper.jsonl": (
-        '{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n",
-        None,
-        "deeper.jsonl line 1 is nested more than 100 levels deep",
-    ),
-    "deep.json": (
-        '[{"text": "a"}, {"text": ' + "[" * 100_000 + "]" * 100_000 + "}]",
-        None,
-        "deep.json array is nested more than 100 levels deep",
-    ),
-    "digits.jsonl": ('{"text": "a", "id": ' + "9" * 5000 + "}", None, "digits.jsonl line 1 is not JSON (Exceeds the "),
-    "digits.json": (
-        '[{"text": "a", "id": ' + "9" * 5000 + "}]",
-        None,
-        "digits.json array is not JSON (Exceeds the limit",
-    ),
-    "latin.txt": ("caf\xe9", "latin-1", "latin.txt is not UTF-8 text (unexpected end of data): convert it."),
+    "no.json": (None, "there is no data at"),
+    "line.jsonl": ('{"text": "a"}\n\n{"text": \n', "line.jsonl line 3 is not JSON (Expecting value): write one object"),
+    "within.json": ('[{"text": "a"},\n{"text" 5}]', "within.json line 2 is not JSON (Expecting ':' delimiter): "),
+    "cut.json": ('[{"text": "a"},\n', "cut.json line 2 is not JSON (Expecting value): write one"),
+    "open.json": ('[{"text": "a"}\n', "open.json line 2 is not JSON (Expecting ',' delimiter): "),
+    "comma.json": ('[{"text": "a"} {"text": "b"}]', "comma.json line 1 is not JSON (Expecting ',' delimiter): "),
+    "two.json": ('[{"text": "a"}]\n[]', "two.json line 2 is not JSON (Extra data): write one"),
+    "kind.csv": ("a,b", "kind.csv' is not known: expected a file that ends in one of .json, .jsonl, .txt."),
+    "form.jsonl": ('{"question": "a"}', 'form.jsonl begins with \'{"question": "a"}\': expected a chat as'),
+    "plain.json": ("[[1]]", "plain.json begins with '[1]': expected a chat as "),
+    "empty.jsonl": ("\n", "empty.jsonl: there is no row in it: expected a chat as "),
+    "empty.json": ("[ ]", "empty.json: there is no row in it"),
+    "deep.jsonl": (f'{{"text": "b", "more": {"[" * 200 + "]" * 200}}}\n', "deep.jsonl line 1 is nested more than 100"),
+    "deeper.jsonl": (f'{{"text": {DEEP}}}\n', "deeper.jsonl line 1 is nested more than 100 levels deep: expected"),
+    "deep.json": (f'[{{"text": "a"}}, {{"text": {DEEP}}}]', "deep.json array is nested more than 100 levels deep"),
+    "digits.jsonl": (f'{{"text": "a", "id": {"9" * 5000}}}', "digits.jsonl line 1 is not JSON (Exceeds the "),
+    "digits.json": (f'[{{"text": "a", "id": {"9" * 5000}}}]', "digits.json array is not JSON (Exceeds the limit"),
+    "latin.txt": ("caf\xe9", "latin.txt is not UTF-8 text (unexpected end of data): convert it."),
 }
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
 def test_bad_files_are_refused_in_one_line(tmp_path, name):
-    content, encoding, text = BAD_FILES[name]
-    if encoding != "x":
-        (tmp_path / name).write_bytes(content.encode(encoding or "utf-8"))
+    content, text = BAD_FILES[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises((ValueError, OSError)) as error:
         read_rows(tmp_path / name)
     assert text in str(error.value) and "\n" not in str(error.value)
@@ -315,7 +292,7 @@ def test_half_a_character_is_replaced(tmp_path):
 
 @pytest.mark.parametrize("name", ["line.jsonl", "within.json", "form.jsonl"])
 def test_a_stream_names_the_line_as_well(tmp_path, name):
-    content, _, text = BAD_FILES[name]
+    content, text = BAD_FILES[name]
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError) as error:
         list(read_rows(tmp_path / name, streaming=True))
@@ -343,14 +320,10 @@ def turn_of(role):
     return lambda content: {"role": role, "content": content}
 
 
-U, A, S = turn_of("user"), turn_of("assistant"), turn_of("system")
+U, A, S, H, G, OWL = map(turn_of, ("user", "assistant", "system", "human", "GPT", "owl"))
 MENDED = {
     "as it should be": ([S("s"), U("u"), A("a")], "s u a", []),
-    "other names": (
-        [{"role": "human", "content": "u"}, {"role": "GPT", "content": "a"}],
-        "u a",
-        ["human -> user", "GPT -> assistant"],
-    ),
+    "other names": ([H("u"), G("a")], "u a", ["human -> user", "GPT -> assistant"]),
     "answer first": ([A("x"), U("u"), A("a")], "u a", ["leading assistant turn dropped"]),
     "answer behind the system": ([S("s"), A("x"), U("u"), A("a")], "s u a", ["leading assistant turn dropped"]),
     "empty system": ([S(" \n"), U("u"), A("a")], "u a", ["empty system turn dropped"]),
@@ -360,12 +333,9 @@ MENDED = {
 }
 REFUSED = {
     "empty": ([], "it has no turns"),
-    "unknown role": ([U("u"), {"role": "owl", "content": "x"}, A("a")], "turn 1 has the unknown role 'owl'"),
-    "tool first": (
-        [U("u"), {"role": "observation", "content": "x"}, A("a")],
-        "turn 1 is a tool's, but no turn of the assistant comes before it",
-    ),
-    "no role": ([U("u"), {"role": None, "content": "x"}], "turn 1 has no role"),
+    "unknown role": ([U("u"), OWL("x"), A("a")], "turn 1 has the unknown role 'owl'"),
+    "tool first": ([U("u"), turn_of("tool")("x")], "turn 1 is a tool's, but no turn of the assistant comes before it"),
+    "no role": ([U("u"), turn_of(None)("x")], "turn 1 has no role"),
     "no content": ([U("u"), A(None)], "turn 1 has no text"),
     "blank": ([U("u"), A(" ")], "turn 1 (assistant) is empty"),
     "two answers": ([U("u"), A("a"), A("b")], "turns 1 and 2 are both the assistant's"),
@@ -402,10 +372,8 @@ def test_rows_are_mapped_refused_and_counted(tmp_path, streaming):
     found = listed(examples)
     assert len(found) == report.examples == report.kept == len(MENDED)
     assert (report.rows, report.refused) == (len(rows), len(REFUSED) + 1)
-    assert (
-        report.refusals
-        == [f"awkward.jsonl row {len(MENDED) + place}: {text}" for place, (_, text) in enumerate(REFUSED.values())][:5]
-    )
+    named = [f"awkward.jsonl row {len(MENDED) + place}: {text}" for place, (_, text) in enumerate(REFUSED.values())]
+    assert report.refusals == named[:5]
     assert report.mapped["leading assistant turn dropped"] == 2
     assert sum(report.mapped.values()) == sum(len(mapped) for *_, mapped in MENDED.values())
     assert report.tokens == sum(len(row["input_ids"]) for row in found)
@@ -489,10 +457,7 @@ BAD_SETTINGS = [
     ({"max_length": 1}, "max_length is 1: expected at least 2 tokens"),
     ({"max_length": 65, "positions": 64}, "max_length is 65, but the base has 64 positions: give at most that many."),
     ({"packing": True}, "packing needs max_length, the tokens of a full row: give one."),
-    (
-        {"positions": 60},
-        "chats.jsonl row 0 has 92 tokens, but the base has 60 positions: set max_length to cut such rows, at most 60.",
-    ),
+    ({"positions": 60}, "chats.jsonl row 0 has 92 tokens, but the base has 60 positions: set max_length to cut such"),
 ]
 
 
@@ -507,7 +472,7 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path, streaming, settings, text
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_data_of_which_nothing_is_left_is_refused(tmp_path, streaming):
-    rows = [{"messages": [U("u")]}, {"messages": [U("u"), {"role": "owl", "content": "x"}]}]
+    rows = [{"messages": [U("u")]}, {"messages": [U("u"), OWL("x")]}]
     rows = read_rows(write_lines(tmp_path / "x.jsonl", rows), streaming=streaming)
     with pytest.raises(ValueError) as error:
         tokenize_rows(rows, tokenizer_with(CHATML), 64)
@@ -550,39 +515,25 @@ OF_SHAREGPT = [
     {"from": "observation", "value": ""},
     {"from": "gpt", "value": "Two."},
 ]
+AS_OBJECT = {"type": "function", "function": FUNCTION}
+CALLED = ['<call>{"name": "add", "arguments": {"a": 1}}', "Two."]
 BESIDE = {
     "system": ({"conversations": sharegpt("hi", "Arr!"), "system": "Be a pirate."}, ["Arr!"], "system\nBe a pirate."),
     "system twice": (
-        {"messages": [S("Be."), U("hi"), A("Arr!")], "system": "Be."},
-        ["Arr!"],
-        "<|im_start|>system\nBe.<|im_end|>\n<|im_start|>user",
+        {"messages": [S("B"), U("hi"), A("!")], "system": "B"},
+        ["!"],
+        "system\nB<|im_end|>\n<|im_start|>us",
     ),
     "tools": ({"messages": turns("hi", "Arr!"), "tools": json.dumps([FUNCTION])}, ["Arr!"], '[{"type": "function", '),
     "tools as objects": (
-        {"messages": turns("hi", "Arr!"), "tools": [{"type": "function", "function": FUNCTION}]},
-        ["Arr!"],
-        '[{"type": "function", "function": {"name": "add"',
+        {"messages": turns("hi", "!"), "tools": [AS_OBJECT]},
+        ["!"],
+        '[{"type": "function", "function": {',
     ),
-    "calls": (
-        {"messages": WITH_TOOLS},
-        ['<call>{"name": "add", "arguments": {"a": 1}}', "Two."],
-        "<|im_start|>tool\n2<",
-    ),
-    "calls as ShareGPT has them": (
-        {"conversations": OF_SHAREGPT},
-        ['<call>{"name": "add", "arguments": {"a": 1}}', "Two."],
-        "<|im_start|>tool\n2<",
-    ),
-    "thoughts of a turn": (
-        {"messages": [U("2+2?"), {**A("4"), "reasoning": "two and two"}]},
-        ["<think>two and two</think>4"],
-        "",
-    ),
-    "thoughts beside the chat": (
-        {"messages": turns("2+2?", "4"), "reasoning_content": "two and two"},
-        ["<think>two and two</think>4"],
-        "",
-    ),
+    "calls": ({"messages": WITH_TOOLS}, CALLED, "<|im_start|>tool\n2<"),
+    "calls as ShareGPT has them": ({"conversations": OF_SHAREGPT}, CALLED, "<|im_start|>tool\n2<"),
+    "thoughts of a turn": ({"messages": [U("2+2?"), {**A("4"), "reasoning": "hm"}]}, ["<think>hm</think>4"], ""),
+    "thoughts beside the chat": ({"messages": turns("?", "4"), "reasoning_content": "hm"}, ["<think>hm</think>4"], ""),
 }
 
 
@@ -613,13 +564,11 @@ def test_what_is_not_used_is_named(tmp_path):
     assert listed(told[0][0]) == listed(told[1][0])
     for _, report in told:
         assert report.unused == {"prompt": 1, "id": 1, "tools": 1, "messages.weight": 1, "url": 1}
-        assert report.mapped == {
-            "tools left out by the chat template": 1,
-            "thoughts left out by the chat template": 1,
-        }
-        assert report.refusals == [
-            "x.jsonl row 2: the chat template does not show calls of tools and their answers: set another"
-        ]
+        assert report.mapped == dict.fromkeys(
+            (f"{what} left out by the chat template" for what in ("tools", "thoughts")), 1
+        )
+        (refusal,) = report.refusals
+        assert refusal.endswith("row 2: the chat template does not show calls of tools and their answers: set another")
         assert str(report).splitlines()[-1].startswith("not used: prompt (1 rows), id (1 rows), tools (1 rows)")
     _, report = tokenize_rows(read_rows(path), tokenizer_with(TOOL_TEMPLATE))  # which drops earlier thoughts
     assert report.mapped == {"thoughts left out by the chat template": 1}

@@ -5,7 +5,7 @@ import pytest
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.training.heads_loss import IGNORED
-from hf_drafthead.training.templates import ChatEncoder, frame
+from hf_drafthead.training.templates import ChatEncoder
 from tests.training.chat_templates import CHATML, STYLES, THINKING, TOKENIZERS, VICUNA, bytes_of, tokenizer_with
 
 QUESTIONS = ["What sat on the mat, <b>eh</b>?", "  Why 你好 🙂?\n", "the cat"]
@@ -79,10 +79,8 @@ def test_thoughts_of_the_last_answer_are_the_assistants():
     thinking = Chat([*chat(1).messages, {"role": "user", "content": "x"}])
     thinking.messages.append({"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"})
     text, spans = ChatEncoder(tokenizer_with(THINKING)).spans(thinking)
-    assert [text[begin:end] for begin, end in spans] == [
-        f"{ANSWERS[0]}<|im_end|>",
-        "<think>\nhm\n</think>\n\nyes<|im_end|>",
-    ]
+    said = [f"{ANSWERS[0]}<|im_end|>", "<think>\nhm\n</think>\n\nyes<|im_end|>"]
+    assert [text[begin:end] for begin, end in spans] == said
 
 
 def test_special_tokens_in_a_question_change_nothing():
@@ -99,10 +97,7 @@ def test_special_tokens_in_a_question_change_nothing():
         ("{{ messages[0]['content'] }}", "does not show the question and the answer of a chat once each"),
         ("{% for m in messages %}{{ m['content'] + m['content'] }}{% endfor %}", "once each"),
         ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "once each"),
-        (
-            "{{ raise_exception('never') }}",
-            "cannot show a question and an answer: the chat template refuses it (never)",
-        ),
+        ("{{ raise_exception('never') }}", "cannot show a question and an answer: the chat template refuses it (nev"),
         ("{% for", "cannot show a question and an answer: the chat template refuses it ("),
     ],
     ids=["none", "question only", "twice", "rewriting", "raising", "broken"],
@@ -149,11 +144,6 @@ def test_a_system_turn_goes_where_the_template_has_room_for_it():
     fitted = ChatEncoder(tokenizer_with(STYLES["stripping"].template)).fit(given)
     assert fitted.messages[0] == {"role": "user", "content": f"Be kind.\n\n{QUESTIONS[0]}"}
     assert list(fitted.mapped) == ["system turn put into the first question"]
-
-
-def test_what_a_tokenizer_puts_around_texts():
-    assert frame(TOKENIZERS["metaspace"]()) == ([1], [])
-    assert frame(TOKENIZERS["bytes"]()) == ([], [])
 
 
 def test_a_tokenizer_without_offsets_is_refused():

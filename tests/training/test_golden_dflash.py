@@ -1,4 +1,4 @@
-"""The losses of DFlash and DSpark are those of DeepSpec's trainer: labels, weights, every term, and their gradient."""
+"""The losses of DFlash and DSpark are those of DeepSpec's trainer: labels, weights and every term."""
 
 import math
 
@@ -61,37 +61,9 @@ def test_the_loss_of_the_original_trainer(case, number):
     for ours, theirs in names.items():
         if terms[f"{theirs}_den"]:
             assert loss(**{ours: 1.0}) == pytest.approx(terms[f"{theirs}_num"] / terms[f"{theirs}_den"], abs=2e-6)
-    together = {
-        ours: settings[f"{theirs}_alpha".replace("confidence_loss", "confidence_head")]
-        for ours, theirs in names.items()
-    }
+    alphas = {ours: f"{theirs}_alpha".replace("confidence_loss", "confidence_head") for ours, theirs in names.items()}
+    together = {ours: settings[alpha] for ours, alpha in alphas.items()}
     assert loss(**together) == pytest.approx(result["loss"], abs=2e-6)
-
-
-@pytest.mark.parametrize("case", ["loss_dspark_vanilla"], indirect=True)
-def test_the_gradient_is_that_of_the_written_out_loss(case):
-    case, model = case
-    inputs, reading = batch_of(case)
-    drafter = model.drafter.requires_grad_(True)
-    HeadsLoss(0.1, distance=0.9, confidence=1.0, head_decay=0.8)(model, inputs, reading=reading)[0].backward()
-    found = {name: parameter.grad.clone() for name, parameter in drafter.named_parameters()}
-    drafter.zero_grad()
-    pairs = anchored(inputs["labels"], inputs["anchors"], model.config.num_draft_heads)
-    states = drafter.head_states(reading.features, inputs["input_ids"], None, inputs["anchors"])
-    base = model.base.lm_head(reading.scores).flatten(0, 1).softmax(-1).detach()
-    total, weight = 0.0, 0.0
-    for head, (state, (targets, places)) in enumerate(zip(states, pairs, strict=True)):
-        kept, decay = targets != IGNORED, 0.8**head
-        shares = drafter.head_logits(head, state)[kept].log_softmax(-1)
-        apart = (shares.exp() - base[places][kept]).abs().sum(-1)
-        sure = drafter.confidence_logits(state)[kept]
-        accepted = (1 - apart / 2).detach()
-        one = 0.1 * -shares.gather(1, targets[kept][:, None]).sum() + 0.9 * apart.sum()
-        one = one + torch.nn.functional.binary_cross_entropy_with_logits(sure, accepted, reduction="sum")
-        total, weight = total + decay * one, weight + decay * kept.sum()
-    (total / weight).backward()
-    for name, parameter in drafter.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_anchors_are_places_with_a_label_behind_them_and_other_ones_every_time():

@@ -27,11 +27,6 @@ def test_a_library_without_source_is_refused(tmp_path):
         read_corpus(tmp_path)
 
 
-def test_held_out_depends_on_the_name_alone():
-    assert SourceFile("heapq.py", "a").held_out and SourceFile("heapq.py", "b").held_out
-    assert not SourceFile("argparse.py", "a").held_out
-
-
 def test_the_hash_sees_names_texts_and_where_they_part():
     files = [SourceFile("a.py", "xy"), SourceFile("b.py", "z")]
     parted = [SourceFile("a.py", "x"), SourceFile("yb.py", "z")]

@@ -1,6 +1,5 @@
 """Held-out prompts: cut from files that were not trained on, of the promised length, the same every time."""
 
-import ast
 import json
 
 import pytest
@@ -44,27 +43,3 @@ def test_prompts_are_the_same_every_time_and_do_not_overlap(tmp_path, corpus):
         taken.setdefault(prompt["file"], []).append(span)
     write_prompts(prompts, tmp_path / "prompts.jsonl")
     assert [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()] == prompts
-
-
-def test_a_prompt_ends_with_the_header_or_docstring_of_its_category(corpus):
-    for prompt in cut_prompts(corpus, 40):
-        last = prompt["prompt"].splitlines()[-1]
-        if prompt["category"] == "docstring":
-            assert last.rstrip().endswith(('"""', "'''", '"', "'"))
-        else:
-            keyword = "class" if prompt["category"] == "class" else "def"
-            assert f"{keyword} " in prompt["prompt"] and ":" in last
-            assert not last.lstrip().startswith("#")
-
-
-def test_too_many_prompts_are_refused():
-    held_out = next(name for name in ("heapq.py", "random.py") if SourceFile(name, "").held_out)
-    text = (
-        "import os\n\n\n"
-        + "# a comment line of some length, so that the prompt is long enough\n" * 4
-        + "def f():\n    pass\n"
-    )
-    ast.parse(text)
-    assert len(cut_prompts([SourceFile(held_out, text)], 1)) == 1
-    with pytest.raises(ValueError, match=r"2 prompts asked for, the held-out files hold 1: ask for fewer\."):
-        cut_prompts([SourceFile(held_out, text), SourceFile("argparse.py", text)], 2)

@@ -24,9 +24,8 @@ def test_text_survives(tokenizer, text):
 def test_prompts_start_with_bos_and_pad_left(tokenizer):
     batch = tokenizer(["def f", "def f0(x):\n    return"], padding=True)
     assert batch["attention_mask"][0][0] == 0 and batch["input_ids"][0][0] == tokenizer.pad_token_id
-    assert [ids[mask.index(1)] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)] == [
-        tokenizer.bos_token_id
-    ] * 2
+    first = [ids[mask.index(1)] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    assert first == [tokenizer.bos_token_id] * 2
     assert len({tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}) == 3
     assert len(tokenizer) == 270 and tokenizer.model_max_length == 64
 
