@@ -14,9 +14,10 @@ from hf_drafthead.formats.convert import convert_checkpoint
 from hf_drafthead.formats.disk import CONFIG, ENDINGS, GROUPS
 from hf_drafthead.formats.export import export_checkpoint
 from hf_drafthead.formats.gguf import ARCHITECTURES, DRAFTERS, gguf_says
+from hf_drafthead.formats.layout import KIND
 from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.formats.mtp import named_base
-from hf_drafthead.formats.speculators import KIND, verifier_of
+from hf_drafthead.formats.speculators import verifier_of
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.checkpoint import (
     fetch_file,

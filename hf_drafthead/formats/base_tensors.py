@@ -4,7 +4,7 @@ Shapes: V vocabulary, H hidden.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -42,10 +42,8 @@ def read_base_tensor(saved: SavedHeads, which: str) -> Tensor:
     """A tensor of the base of heads that are to be written with it; Loss if the base is not on this machine."""
     tensor = base_tensor(saved.base_model or saved.base or {}, which)
     if tensor is None:
-        raise Loss(
-            f"the target holds the {which} of the base, and the weights of {saved.base!r} are not on this machine",
-            "download the base first (`hf download`)",
-        )
+        what = f"the target holds the {which} of the base, and the weights of {saved.base!r} are not on this machine"
+        raise Loss(what, "download the base first (`hf download`)")
     return tensor
 
 
@@ -59,9 +57,3 @@ def same_values(one: Tensor, other: Tensor) -> bool:
     rounding = max(torch.finfo(one.dtype).eps, torch.finfo(other.dtype).eps)
     smallest = 2.0**-24  # the spacing of float16 around zero, where it rounds more coarsely than bfloat16
     return all(torch.allclose(a.float(), b.to(a.device).float(), rtol=rounding, atol=smallest) for a, b in pairs)
-
-
-def equal(tensors: Iterable[Tensor]) -> bool:
-    """Whether all are the same, by what they hold."""
-    first, *others = tensors
-    return all(other.data_ptr() == first.data_ptr() or torch.equal(first, other) for other in others)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.gguf_files import split_gguf
 
+Base = str | os.PathLike | nn.Module | None
+GIVE_BASE = "give the base that they were trained for (base_model=, on the command line --base)"
 # What reading a config field as another type than it is, or a tensor of other dimensions, raises.
 OF_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
 
@@ -37,14 +38,9 @@ OF_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, StrictDataclassE
 class Conversion:
     """What was found at a place, and what it became.
 
-    Attributes:
-        source, layout, family: the checkpoint as it was named, its layout, and the family of the heads.
-        base: Hub id or path of their base; None if nothing names one.
-        fields: of the family's config.
-        shapes, sources: of the drafter's tensors, and of which tensors of the file they were made, by their names here.
-        dropped: tensors of the file that were left out, and why.
-        notes: what was assumed, or disagreed.
-        folder: where the converted heads lie; None if nothing was written.
+    base is None if nothing names one, folder if nothing was written. fields are of the family's config; shapes and
+    sources of the drafter's tensors by their names here (sources: of which tensors of the file they were made); dropped
+    says why tensors were left out, notes what was assumed or disagreed.
     """
 
     source: str
@@ -105,30 +101,30 @@ def convert_checkpoint(
     heads = _read(file, layout, fields or {}, fetch)
     config = None
     if folder is not None or base_model is not None or heads.base is not None or heads.base_inside:
-        base = None if base_model is None else os.fspath(base_model)
-        config = _config_of(file, heads, base, base_revision, fetch)
-    if folder is not None and heads.base_inside:
-        model: Any = heads.model_class.from_pretrained(name, convert=True, dtype="auto", **fetch)
+        config = _config_of(file, heads, base_model, base_revision, fetch)
+    if folder is not None and config is not None:
         with new_folder(folder) as staged:
-            model.save_pretrained(staged, include_base=True)
-            _save_tokenizer(name, None, fetch, staged)
-    elif folder is not None and config is not None:
-        with new_folder(folder) as staged:
-            config.save_pretrained(staged)
-            write_safetensors(staged / WEIGHTS, {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()})
-            settings = GenerationConfig()
-            settings.draft_tree = heads.tree
-            settings.save_pretrained(staged)
-            _save_tokenizer(config.base_model_name_or_path, config.base_model_revision, fetch, staged)
+            if heads.base_inside:
+                model: Any = heads.model_class.from_pretrained(name, convert=True, dtype="auto", **fetch)
+                model.save_pretrained(staged, include_base=True)
+            else:
+                config.save_pretrained(staged)
+                write_safetensors(staged / WEIGHTS, {f"drafter.{key}": tensor for key, tensor in heads.tensors.items()})
+                settings = GenerationConfig()
+                settings.draft_tree = heads.tree
+                settings.save_pretrained(staged)
+            hub = {key: fetch[key] for key in ("token", "cache_dir", "local_files_only") if key in fetch}
+            with suppress(OSError, ValueError):  # heads without a tokenizer are loaded with the base's
+                base_name, commit = config.base_model_name_or_path, config.base_model_revision or "main"
+                copy_tokenizer(name if heads.base_inside else base_name, staged, None, {**hub, "revision": commit})
     form = {key: value if config is None else getattr(config, key) for key, value in heads.fields.items()}
+    plain = {key: value.to_diff_dict() if isinstance(value, PreTrainedConfig) else value for key, value in form.items()}
     return Conversion(
         source=name,
         layout=layout.name,
         family=(config or heads.model_class.config_class(**heads.fields)).family,
         base=heads.base if config is None else config.base_model_name_or_path,
-        fields={
-            key: value.to_diff_dict() if isinstance(value, PreTrainedConfig) else value for key, value in form.items()
-        },
+        fields=plain,
         shapes={key: list(tensor.shape) for key, tensor in heads.tensors.items()},
         sources={key: list(tensor.sources) for key, tensor in heads.tensors.items()},
         dropped=heads.dropped,
@@ -141,31 +137,21 @@ def converted(
     model_class: type[DraftHeadPreTrainedModel],
     source: str,
     *,
-    base_model: str | os.PathLike | nn.Module | None = None,
+    base_model: Base = None,
     base_revision: str | None = None,
     fields: Mapping[str, Any],
     hub: Mapping[str, Any],
 ) -> tuple[DraftHeadConfig, dict[str, Tensor], dict[str, Any]]:
     """Config, tensors and generation settings of heads of another project, for `from_pretrained(convert=True)`.
 
-    Args:
-        model_class: of the family that the heads should be of.
-        source: folder, file or Hub id.
-        base_model, base_revision, fields: as of `convert_checkpoint`; the base may be a loaded model.
-        hub: keyword arguments of `transformers.utils.cached_file`.
-
-    Raises:
-        OSError, ValueError: as `convert_checkpoint`; and the heads are of another family.
+    Raises OSError and ValueError as `convert_checkpoint`, and where the heads are of another family than model_class.
     """
     file, layout = find(source, hub)
     if not issubclass(layout.family, model_class):
-        raise ValueError(
-            f"{source!r} holds heads in the layout {layout.name!r}: load them with "
-            f"{layout.family.__name__}.from_pretrained(..., convert=True)."
-        )
+        advice = f"load them with {layout.family.__name__}.from_pretrained(..., convert=True)"
+        raise ValueError(f"{source!r} holds heads in the layout {layout.name!r}: {advice}.")
     heads = _read(file, layout, fields, hub)
-    base = base_model if base_model is None or isinstance(base_model, nn.Module) else os.fspath(base_model)
-    config = _config_of(file, heads, base, base_revision, hub)
+    config = _config_of(file, heads, base_model, base_revision, hub)
     tensors = {f"drafter.{key}": tensor.tensor() for key, tensor in heads.tensors.items()}
     return config, tensors, {"draft_tree": heads.tree}
 
@@ -174,35 +160,26 @@ def _read(file: Source, layout: Layout, fields: Mapping[str, Any], hub: Mapping[
     """The heads, with the base that published ones of this name are known to be for."""
     known_fields = layout.family.config_class.heads_fields()
     if unknown := sorted(set(fields) - known_fields):
-        raise ValueError(
-            f"{unknown[0]!r} is no config field of {layout.family.__name__}: expected some of "
-            f"{', '.join(sorted(known_fields))}."
-        )
+        known = ", ".join(sorted(known_fields))
+        raise ValueError(f"{unknown[0]!r} is no config field of {layout.family.__name__}: expected some of {known}.")
     try:
         file = replace(file, config=head_fields(file, layout.name))
         heads = layout.read(file, fields)
         heads.tensors = halves(file, layout.name, heads.tensors)
     except OF_WRONG_TYPES as error:
-        raise ValueError(
-            f"{file.name!r} has in its config.json a value, or a tensor, of a form that no {layout.name} file has "
-            f"({in_one_line(error)}): correct it."
-        ) from error
+        what = f"has in its config.json a value, or a tensor, of a form that no {layout.name} file has"
+        raise ValueError(f"{file.name!r} {what} ({in_one_line(error)}): correct it.") from error
     heads.fields |= fields
-    published_base = {repo_id.lower(): base for repo_id, base in BASES.items()}.get(file.name.lower())
-    if published_base is not None and not heads.base and not heads.base_inside:
-        heads.base = published_base
-        heads.notes.append(
-            f"the layout names no base: {published_base} is the one that heads of this name were published for."
-        )
-    if not (heads.base or heads.base_inside) and not os.path.isfile(file.name):
-        heads.base = named_base(split_gguf(file.name)[0], hub)
-        heads.notes += [f"the layout names no base: {heads.base} is the one that its card names."] if heads.base else []
+    if not (heads.base or heads.base_inside):
+        by = "is the one that heads of this name were published for"
+        heads.base = next((base for repo_id, base in BASES.items() if repo_id.lower() == file.name.lower()), None)
+        if heads.base is None and not os.path.isfile(file.name):
+            by, heads.base = "is the one that its card names", named_base(split_gguf(file.name)[0], hub)
+        heads.notes += [f"the layout names no base: {heads.base} {by}."] if heads.base else []
     return heads
 
 
-def _config_of(
-    file: Source, heads: Heads, base: str | nn.Module | None, base_revision: str | None, hub: Mapping[str, Any]
-) -> Any:
+def _config_of(file: Source, heads: Heads, base: Base, base_revision: str | None, hub: Mapping[str, Any]) -> Any:
     """The family's config on its base, which fits the heads."""
     name = file.name
     if heads.base_inside:
@@ -215,12 +192,8 @@ def _config_of(
         base_config: PreTrainedConfig = live.config
         base_name = getattr(base_config, "_name_or_path", "") or heads.base
     else:
-        base_name = base or heads.base
-        if not base_name:
-            raise ValueError(
-                f"{name!r} does not say which base its heads were trained for: give its id or path (base_model=, on "
-                "the command line --base)."
-            )
+        if not (base_name := os.fspath(base or heads.base or "")):
+            raise ValueError(f"{name!r} does not say which base its heads were trained for: {GIVE_BASE}.")
         beside = os.path.join(os.path.dirname(file.files[0]), base_name)
         if base is None and not os.path.isabs(base_name) and os.path.isdir(beside):
             base_name = beside
@@ -228,7 +201,11 @@ def _config_of(
         base_config = fetch_config(base_name, base_revision, **{"token": None, **fetch})
         commit = commit_of(base_name, {**fetch, "revision": base_revision or "main"})
     called = base_name or type(base).__name__
-    _refuse_misfit(name, heads, base_config.get_text_config(), called)
+    for field_name, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+        theirs = getattr(base_config.get_text_config(), field_name, None)
+        if (ours := getattr(heads, field_name)) not in (None, theirs):
+            what = f"were trained for a base of {words} {ours}; the base {called!r} has {theirs}"
+            raise ValueError(f"the heads at {name!r} {what}: {GIVE_BASE}.")
     _check_copies(name, heads, base if isinstance(base, nn.Module) else called, called, commit or base_revision)
     config: Any = heads.model_class.config_class(
         base_config=base_config,
@@ -243,10 +220,8 @@ def _config_of(
     check_tensors(name, tensors, blank.state_dict())
     _try_to_guess(name, blank.drafter, config)
     if broken := [key for joined in heads.tensors.values() for key in joined.not_finite()]:
-        raise ValueError(
-            f"{name!r} holds NaN or infinity in {broken[0]!r} and {len(broken) - 1} more tensor(s), as after a "
-            "training that diverged or an overflow of float16: get another copy."
-        )
+        what = f"NaN or infinity in {broken[0]!r} and {len(broken) - 1} more tensor(s)"
+        raise ValueError(f"{name!r} holds {what}, as after an overflow or training that diverged: get another copy.")
     return config
 
 
@@ -257,27 +232,14 @@ def _try_to_guess(name: str, drafter: Any, config: Any) -> None:
     drafter.__dict__["embed"] = lambda tokens, like: like.new_zeros(*tokens.shape, width)
     features = config.width * sum(isinstance(read, int) for read in drafter.reads) + drafter.key_width
     ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
+    drafter.bfloat16()  # the one type that products of experts take there
     try:
         with torch.no_grad():
-            drafter.head_states(torch.zeros(1, 4, features, device="meta"), ids)
+            drafter.head_states(torch.zeros(1, 4, features, dtype=torch.bfloat16, device="meta"), ids)
     except Exception as error:
-        raise ValueError(
-            f"the heads at {name!r} cannot guess with what its config.json says ({in_one_line(error)}): correct it."
-        ) from error
+        what = f"cannot guess with what its config.json says ({in_one_line(error)})"
+        raise ValueError(f"the heads at {name!r} {what}: correct it.") from error
     del drafter.__dict__["embed"]
-
-
-def _refuse_misfit(name: str, heads: Heads, text: Any, base: str) -> None:
-    for words, mine, field_name in (
-        ("hidden size", heads.hidden_size, "hidden_size"),
-        ("vocabulary", heads.vocab_size, "vocab_size"),
-    ):
-        theirs = getattr(text, field_name, None)
-        if mine is not None and mine != theirs:
-            raise ValueError(
-                f"the heads at {name!r} were trained for a base of {words} {mine}; the base {base!r} has {theirs}: "
-                "give the base that they were trained for (base_model=, on the command line --base)."
-            )
 
 
 def _check_copies(name: str, heads: Heads, base: str | nn.Module, called: str, revision: str | None) -> None:
@@ -285,22 +247,11 @@ def _check_copies(name: str, heads: Heads, base: str | nn.Module, called: str, r
     for which, stored in heads.copies.items():
         original = base_tensor(base, which, revision)
         if original is None:
-            heads.notes.append(
-                f"the {which} in the file were not compared with the base's: its weights are not on this machine."
-            )
+            what = f"the {which} in the file were not compared with the base's"
+            heads.notes.append(f"{what}: its weights are not on this machine.")
         elif not same_values(stored, original):
-            raise ValueError(
-                f"{name!r} holds {which} that are not those of the base {called!r}: its heads were trained for "
-                "another base, or have some of their own; give the base that they were trained for (base_model=, on "
-                "the command line --base), or convert the file that these were made of."
-            )
-
-
-def _save_tokenizer(base: str | None, revision: str | None, hub: Mapping[str, Any], folder: Path) -> None:
-    """Put the base's tokenizer beside the heads, if it has one and it can be had."""
-    fetch = {key: value for key, value in hub.items() if key in ("token", "cache_dir", "local_files_only")}
-    with suppress(OSError, ValueError):  # heads without a tokenizer are loaded with the base's
-        copy_tokenizer(base, folder, None, {**fetch, "revision": revision or "main"})
+            what = f"holds {which} that are not those of the base {called!r}, as heads for another base do"
+            raise ValueError(f"{name!r} {what}: {GIVE_BASE}.")
 
 
 def _open(name: str) -> str:

@@ -17,22 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor
+from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.eagle3 import IDS as OF_EAGLE
-from hf_drafthead.formats.eagle3 import draft_map, read_draft_tokens, read_vocabulary
-from hf_drafthead.formats.fields import (
-    ANCHOR,
-    MASK,
-    SLIDING,
-    flag,
-    layer_types,
-    llama_fields,
-    read_layer_config,
-    said,
-)
-from hf_drafthead.formats.layout import SGLANG, Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
-from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
+from hf_drafthead.formats.eagle3 import draft_map, read_draft_tokens, read_vocabulary, read_widths
+from hf_drafthead.formats.fields import FULL, MASK, SLIDING, flag, layer_types, llama_fields, read_layer_config, said
+from hf_drafthead.formats.layout import KIND, SET, SGLANG, Files, Heads, Layout, Loss, Reader, SavedHeads
+from hf_drafthead.formats.speculators import START, speculator, verifier_of
+from hf_drafthead.formats.tables import NO, YES, Limits, Prefixes, renamed
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.dflash import DFlashForCausalLM
 from hf_drafthead.modeling.dflash2 import DFlash2ForCausalLM
@@ -49,17 +41,14 @@ PREFIXES: Prefixes = [
     ("selector.", "candidate_selector."),
     *((name, name) for name in ("fc.", "hidden_norm.", "norm.")),
 ]
+ANCHOR = "dspark_bonus_anchor"  # the contrary of sample_from_anchor
 IDS = "aux_hidden_state_layer_ids"  # of speculators
 Z_LAB, DEEPSPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 # Whether the slot of the anchor is read, by architecture; a flag in the file wins.
-ANCHORS = {
-    Z_LAB: False,
-    "DFlash2DraftModel": False,
-    DEEPSPEC: True,
-    "DSparkDraftModel": True,
-    "Lfm2DSparkDraftModel": True,
-}
+ANCHORS = {Z_LAB: False, "DFlash2DraftModel": False}
+ANCHORS |= dict.fromkeys((DEEPSPEC, "DSparkDraftModel", "Lfm2DSparkDraftModel"), True)
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 OPEN = {  # config field here: what the file does not say
     "feature_layers": "which layers of the base it reads",
     "num_draft_heads": "block_size",
@@ -67,6 +56,10 @@ OPEN = {  # config field here: what the file does not say
     "sample_from_anchor": "whether the anchor's slot is read (sample_from_anchor)",
     "causal_layers": "whether the slots of its sliding layers see only those before them",
 }
+# Tensors that make keys and values of a context, as no other family's do.
+NEEDED = {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.k_proj.weight"}
+QWEN3 = {"layer_model_type": ("qwen3",)}
+COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
 
 
 class BlockDrafter(Layout):
@@ -75,20 +68,22 @@ class BlockDrafter(Layout):
     name = "DFlash"
     family: ClassVar[type[DraftHeadPreTrainedModel]] = DFlashForCausalLM
     targets = ("sglang",)
+    limits: ClassVar[Limits] = {
+        "": QWEN3 | {"own_embeddings": NO, "share_lm_head": YES, "causal_layers": ([],), "windows_from_anchor": NO}
+    }
     architecture: ClassVar[str] = Z_LAB
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         second = any(key.startswith("candidate_selector.") for key in keys)
-        return is_block_drafter(keys) and KIND not in config and second == (self.family is DFlash2ForCausalLM)
+        return NEEDED <= set(keys) and KIND not in config and second == (self.family is DFlash2ForCausalLM)
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config, name = source.config, source.name
         ids, inputs, last = config.get("target_layer_ids"), config.get(OF_EAGLE), config.get("num_target_layers")
         if fields.get("feature_layers") is None and ids and last and max(ids) >= last - 1:
-            raise ValueError(
-                f"{name!r} reads the output of the base's last layer ({max(ids)} of target_layer_ids), which is meant "
-                "before the final norm by engines and after it by the code that trained it: it cannot be loaded."
-            )
+            what = f"reads the output of the base's last layer ({max(ids)} of target_layer_ids)"
+            why = "which engines take before the final norm and the code that trained it behind it: it cannot be loaded"
+            raise ValueError(f"{name!r} {what}, {why}.")
         features = said(name, {"target_layer_ids": ids and [layer + 1 for layer in ids], OF_EAGLE: inputs})
         reads_anchor = ANCHORS.get((config.get("architectures") or ["none"])[0])
         flags = {key: flag(name, config, key) for key in ("shift_label", "sample_from_anchor", ANCHOR)}
@@ -111,41 +106,31 @@ class BlockDrafter(Layout):
         return _read(self, source, config, form, fields, config.get("base_model_name_or_path"))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, text = saved.config, saved.config.get_text_config()
-        if config.own_embeddings or not config.share_lm_head:
-            raise Loss("it has embeddings or an lm_head of its own, and the target takes the base's", SPECULATORS)
-        if "draft_tokens" in saved.tensors and config.markov_rank:
-            raise Loss("its Markov head is for a draft vocabulary, and the target guesses among all", SPECULATORS)
-        if (any(config.windows) and not config.window_per_slot) or config.causal_layers:
-            what = "windows of its layers count from the anchor, or its slots only those before them"
-            raise Loss(what + ", for which the target has other rules", SPECULATORS)
-        if config.input_embedding_scale is None and text.model_type.startswith("gemma"):
-            raise Loss("its base multiplies embeddings, and the target takes the rows of their table", SPECULATORS)
-        about = _layer_fields(config) | {"num_target_layers": text.num_hidden_layers, "dtype": _dtype(saved)}
+        config = saved.config
         ids = [layer - 1 for layer in config.feature_layers]
-        common = {"block_size": config.block_size, "base_model_name_or_path": saved.base, "is_causal": False}
         scales = {key: value for key in SCALES if (value := getattr(config, key)) not in (None, 1.0)}
-        if config.sample_from_anchor:
-            if scales or self.family is DFlash2ForCausalLM:
-                what = "its anchor's slot is read, and the target has no scales or selector then"
-                raise Loss(what, "train it without sample_from_anchor")
-            about |= {"architectures": [DEEPSPEC], "target_layer_ids": ids, "mask_token_id": config.mask_token_id}
-            about |= common | _markov_fields(config)
-        elif config.markov_rank or config.confidence_head or -1 in ids:
-            what = (
-                "its anchor's slot is not read, and the target has no Markov head, confidence head or embeddings then"
-            )
-            raise Loss(what, SPECULATORS)
+        anchored = config.sample_from_anchor
+        elsewhere = "use --to speculators"
+        if saved.reduced_vocabulary and config.markov_rank:
+            raise Loss("its Markov head is for a draft vocabulary", elsewhere)
+        if config.input_embedding_scale is None and saved.text.model_type.startswith("gemma"):
+            raise Loss("its base multiplies embeddings, and the target takes the rows of their table", elsewhere)
+        if anchored and (scales or self.family is DFlash2ForCausalLM):
+            raise Loss("its anchor's slot is read, and the target has no scales or selector then", elsewhere)
+        if not anchored and (config.markov_rank or config.confidence_head or -1 in ids):
+            raise Loss("its anchor's slot is not read, and the target has no Markov head or embeddings then", elsewhere)
+        about = layer_fields(config) | {"num_target_layers": saved.text.num_hidden_layers, "dtype": saved.dtype}
+        about |= {"block_size": config.block_size, "base_model_name_or_path": saved.base, "is_causal": False}
+        read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
+        if anchored:
+            about |= {"architectures": [DEEPSPEC], **read, **_markov_fields(config)}
         else:
-            read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids} | scales | _selector_fields(config)
-            about |= {"architectures": [self.architecture], "dflash_config": read} | common
+            read |= scales | _selector_fields(config)
+            about |= {"architectures": [self.architecture], "dflash_config": read}
         written = {key: tensor for key, tensor in saved.tensors.items() if key != "draft_tokens"}
         tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in written.items()}
         launch = SGLANG.format("DSPARK" if config.markov_rank else "DFLASH")
-        return Files("model.safetensors", tensors, about, [launch])
-
-
-SPECULATORS = "use --to speculators"
+        return Files(tensors, about, [launch])
 
 
 class BlockDrafter2(BlockDrafter):
@@ -162,11 +147,11 @@ class SpeculatorsBlock(Layout):
     name = "speculators (dflash, dspark)"
     family: ClassVar[type[DraftHeadPreTrainedModel]] = DFlashForCausalLM
     targets = ("speculators",)
+    limits: ClassVar[Limits] = {
+        "": QWEN3 | {"windows_from_slots": NO} | dict.fromkeys(SCALES[:2], (None, 1.0)) | {SCALES[2]: (None,)}
+    }
     holds_vocabulary = True
     kinds: ClassVar[Mapping[str, str]] = {"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}
-
-    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        return config.get(KIND) in self.kinds
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config, name = source.config, source.name
@@ -181,15 +166,11 @@ class SpeculatorsBlock(Layout):
         return _read(self, source, config.get("transformer_layer_config") or {}, form, fields, verifier_of(config))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, text = saved.config, saved.config.get_text_config()
+        config, text = saved.config, saved.text
         sliding = [layer for layer, window in enumerate(config.windows) if window is not None]
         if config.causal_layers not in ([], sliding):
-            what = f"the slots of the layers {config.causal_layers} see those before them, and the target has this for"
-            raise Loss(f"{what} all sliding layers or none", "train it otherwise")
-        if sliding and config.window_per_slot:
-            raise Loss("its windows count from every slot, and the target's from the anchor", "use --to sglang")
-        if scale := next((key for key in SCALES if getattr(config, key) not in (None, 1.0)), None):
-            raise Loss(f"it has {scale} {getattr(config, scale)}, for which the target has no place", "use --to sglang")
+            what = f"the slots of the layers {config.causal_layers} see those before them"
+            raise Loss(f"{what}, and the target has this for all sliding layers or none", "train it otherwise")
         tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in saved.tensors.items()}
         tokens = tensors.pop("draft_tokens", None)
         if tokens is not None:
@@ -198,31 +179,21 @@ class SpeculatorsBlock(Layout):
             tensors |= draft_map(tokens, text.vocab_size)
         notes = []
         if config.share_lm_head and tokens is not None:
-            rows = base_tensor(saved.base_model or saved.base or {}, OUTPUT)
-            if rows is None:
-                raise Loss("the target wants the rows of its draft vocabulary of the base's lm_head", "load the base")
-            tensors["lm_head.weight"] = rows[tokens].clone()
+            tensors["lm_head.weight"] = read_base_tensor(saved, OUTPUT)[tokens].clone()
         elif config.share_lm_head:
             notes.append(f"the {INPUT} and {OUTPUT} are not in the file: vLLM takes the base's.")
-        wide = text.hidden_size if config.own_layer.hidden_size != text.hidden_size else None
-        about: dict[str, Any] = {
-            KIND: config.family,
-            "speculators_version": VERSION,
-            "architectures": [self.kinds[config.family]],
+        about = speculator(saved, config.family, self.kinds[config.family], layer_fields(config))
+        about |= {
             "draft_vocab_size": config.draft_vocab_size or text.vocab_size,
             "block_size": config.block_size,
             IDS: list(config.feature_layers),
             "mask_token_id": config.mask_token_id,
             "sample_from_anchor": config.sample_from_anchor,
             "sliding_window_non_causal": not config.causal_layers,
-            "target_hidden_size": wide,
-            "tie_word_embeddings": False,
-            "dtype": _dtype(saved),
-            "transformer_layer_config": _layer_fields(config),
-            "speculators_config": speculators_config(saved, config.family, config.num_draft_heads),
+            "target_hidden_size": None if saved.as_wide_as_base else text.hidden_size,
         }
         about |= _selector_fields(config) | (_markov_fields(config) if config.markov_rank else {})
-        return Files("model.safetensors", tensors, about, [*notes, "vllm serve FOLDER starts the base with the head."])
+        return Files(tensors, about, [*notes, START])
 
 
 class SpeculatorsBlock2(SpeculatorsBlock):
@@ -231,12 +202,6 @@ class SpeculatorsBlock2(SpeculatorsBlock):
     name = "speculators (dflash2)"
     family = DFlash2ForCausalLM
     kinds: ClassVar[Mapping[str, str]] = {"dflash2": "DFlash2DraftModel"}
-
-
-def is_block_drafter(keys: Iterable[str]) -> bool:
-    """Whether tensors of these names make keys and values of a context, as no other family's do."""
-    names = set(keys)
-    return {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.k_proj.weight"} <= names
 
 
 def _read(
@@ -259,23 +224,14 @@ def _read(
     causal = form.pop("causal")
     if not sliding or causal is not None:
         form["causal_layers"] = sliding if causal == "sliding" else [*range(layers)] if causal else []
-    anchor = form["sample_from_anchor"] if fields.get("sample_from_anchor") is None else fields["sample_from_anchor"]
-    block = form.pop("block_size")
-    form["num_draft_heads"] = None if block is None else block - (anchor is False)
+    form |= {name: fields[name] for name in OPEN if fields.get(name) is not None}
+    if (block := form.pop("block_size")) is not None:
+        form.setdefault("num_draft_heads", block - (form["sample_from_anchor"] is False))
     for name, missing in OPEN.items():
-        if fields.get(name) is None and form.get(name) is None:
-            raise ValueError(
-                f"{source.name!r} does not say {missing}, and projects differ in it: give {name}= (on the command line "
-                "--set), as the drafter was trained."
-            )
-        form[name] = form.get(name) if fields.get(name) is None else fields[name]
-    width, wide = reader.take("fc.weight").shape
-    target_width = config.get("target_hidden_size") or width
-    if wide != target_width * len(form["feature_layers"]):
-        raise ValueError(
-            f"{source.name!r} has 'fc.weight' {[width, wide]}, which joins {wide / target_width:g} hidden states of "
-            f"width {target_width}, but it reads the layers {form['feature_layers']}: correct its config.json."
-        )
+        if form.get(name) is None:
+            what = f"does not say {missing}, and projects differ in it"
+            raise ValueError(f"{source.name!r} {what}: give {name}= ({SET}), as the drafter was trained.")
+    width, target_width = read_widths(reader, config, form["feature_layers"])
     vocab_size = read_vocabulary(reader, layer)
     shared = "lm_head.weight" not in reader or (len(reader.tensors["lm_head.weight"]) == vocab_size == _all(config))
     draft_size = vocab_size if shared else len(reader.take("lm_head.weight"))
@@ -290,10 +246,8 @@ def _read(
     has_own = {"embed_tokens.weight": own_embeddings, "lm_head.weight": not shared}
     copies = reader.copies({key: which for key, which in COPIES.items() if not has_own[key]})
     if not (layer.get("rope_theta") or layer.get("rope_parameters")):
-        raise ValueError(
-            f"{source.name!r} does not say rope_theta or rope_parameters of its layers, which need not be the base's: "
-            "give a folder whose config.json does."
-        )
+        what = "does not say rope_theta or rope_parameters of its layers, which need not be the base's"
+        raise ValueError(f"{source.name!r} {what}: give a folder whose config.json does.")
     if (scale := config.get("attention_value_scale") or 1.0) != 1.0:  # of values, and so of what attention gives out
         for key in [key for key in tensors if key.endswith("o_proj.weight")]:
             tensors[key] = Joined((tensors[key].tensor() * scale,), tensors[key].shape, tensors[key].sources)
@@ -309,9 +263,6 @@ def _read(
     }
     more = {"hidden_size": target_width, "vocab_size": vocab_size, "base": base, "copies": copies}
     return reader.heads(layout, form, tensors, **more)
-
-
-COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
 
 
 def _all(config: Mapping[str, Any]) -> int:
@@ -346,30 +297,24 @@ def _read_selector(reader: Reader, config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("selector_vocab_size") not in (None, tokens):
         raise ValueError(f"{reader.name!r} has selector_vocab_size {config['selector_vocab_size']} of {tokens} tokens.")
     sizes = {"conv_kernel_size": taps, "conv_group_size": 2 * taps * width // rows, "selector_rank": rank}
-    for name, size in sizes.items():
-        reader.note_difference(config, name, size)
+    reader.note_differences(config, **sizes)
     return {**sizes, "selector_top_k": config.get("selector_top_k") or 16}
 
 
 def _selector_fields(config: Any) -> dict[str, Any]:
-    names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+    return {name: getattr(config, name) for name in SELECTOR if hasattr(config, name)}
 
 
-def _layer_fields(config: Any) -> dict[str, Any]:
+def layer_fields(config: Any) -> dict[str, Any]:
     """Of the decoder layers, for a config.json."""
-    layer = config.own_layer
-    if layer.model_type != "qwen3":
-        what = f"its layers are those of a {layer.model_type!r} model, and the target builds Qwen3's"
-        raise Loss(what, "train it with layer_config= of a Qwen3")
     windows = config.windows
-    return llama_fields(layer, config.get_text_config().vocab_size) | {
+    return llama_fields(config.own_layer, config.get_text_config().vocab_size) | {
         "model_type": "qwen3",
         "num_hidden_layers": config.num_layers,
-        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "layer_types": [FULL if window is None else SLIDING for window in windows],
         "use_sliding_window": any(windows),
         "sliding_window": next(filter(None, windows), None),
-        "attention_bias": bool(layer.attention_bias),
+        "attention_bias": bool(config.own_layer.attention_bias),
     }
 
 
@@ -380,7 +325,3 @@ def _markov_fields(config: Any) -> dict[str, Any]:
         "enable_confidence_head": config.confidence_head,
         "confidence_head_with_markov": config.confidence_with_markov,
     }
-
-
-def _dtype(saved: SavedHeads) -> str:
-    return str(saved.tensors["fc.weight"].dtype).removeprefix("torch.")

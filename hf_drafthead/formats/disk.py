@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import re
-import shutil
 import struct
 import tempfile
 import zipfile
@@ -22,13 +21,7 @@ import torch
 from torch import Tensor
 from transformers.utils import extract_commit_hash
 
-from hf_drafthead.modeling.checkpoint import (
-    fetch_file,
-    is_missing_folder,
-    map_tensors,
-    refuse_unasked,
-    weights_in,
-)
+from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, map_tensors, refuse_unasked, weights_in
 from hf_drafthead.modeling.files import read_json
 
 CONFIG = "config.json"
@@ -69,20 +62,14 @@ class Joined:
         """The parts that hold NaN or infinity, by their names in the file."""
         names = self.sources if len(self.sources) == len(self.parts) else self.sources[:1] * len(self.parts)
         # a sum is finite if all its numbers are, but for one that overflows
-        return [
-            name for name, part in zip(names, self.parts) if not part.sum().isfinite() and not part.isfinite().all()
-        ]
+        return [name for name, part in zip(names, self.parts) if not (part.sum().isfinite() or part.isfinite().all())]
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of weights, or the shards of one, and the config beside it.
+    """One file of weights, or the shards of one, mapped from disk where these allow it, and the config beside it.
 
-    Attributes:
-        name: the checkpoint, as the user named it.
-        files, tensors: with their paths here; by their names in the files, mapped from disk where these allow it.
-        config: what config.json says; empty without one.
-        commit: of the Hub, if it came from there.
+    name is what the user called it, config is empty without a file, commit is the Hub's if it came from there.
     """
 
     name: str
@@ -106,10 +93,9 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
     candidates = ((weights_in(name, file, hub) for file in group) for group in GROUPS)
     groups = [files for group in candidates if (files := next(filter(None, group), None)) is not None]
     if not groups and os.path.isdir(name):
-        other = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(ENDINGS))
-        if len(other) > 1:
-            raise OSError(f"{name!r} holds {len(other)} files of weights, such as {other[0]!r}: give one of them.")
-        groups = [[file] for file in other]
+        groups = sorted([str(path)] for path in Path(name).iterdir() if path.name.endswith(ENDINGS))
+        if len(groups) > 1:
+            raise OSError(f"{name!r} holds {len(groups)} files of weights, such as {groups[0][0]!r}: give one of them.")
     if not groups:
         refuse_unasked(name, [file for group in GROUPS for file in group], hub)
         expected = ", ".join(name for group in GROUPS for name in group[:2])
@@ -154,23 +140,19 @@ def read_pickle(file: str) -> dict[str, Tensor]:
         contents = torch.load(file, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         if "Unsupported" in str(error):
-            raise OSError(
-                f"{file!r} is a pickle that holds more than tensors ({_reason(error)}): it could run code, so it is "
-                "not opened; ask its author for safetensors."
-            ) from None
+            what = f"is a pickle that holds more than tensors ({_reason(error)})"
+            advice = "it could run code, so it is not opened; ask its author for safetensors"
+            raise OSError(f"{file!r} {what}: {advice}.") from None
         raise OSError(f"{file!r} is no file that torch.save wrote ({_reason(error)}): get it again.") from None
     except (EOFError, RuntimeError, KeyError, ValueError) as error:
         raise OSError(f"{file!r} is cut off or damaged ({_reason(error)}): copy or download it again.") from None
     for envelope in ENVELOPES:
         if isinstance(contents, Mapping) and isinstance(contents.get(envelope), Mapping):
             contents = contents[envelope]
-    if (
-        not isinstance(contents, Mapping)
-        or not contents
-        or not all(isinstance(value, Tensor) for value in contents.values())
-    ):
+    tensors = dict(contents) if isinstance(contents, Mapping) else {}
+    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
         raise OSError(f"{file!r} holds a {type(contents).__name__} and not a state dict: save the heads' state_dict().")
-    return {str(name): tensor.detach() for name, tensor in contents.items()}
+    return {str(name): tensor.detach() for name, tensor in tensors.items()}
 
 
 def _reason(error: BaseException) -> str:
@@ -181,15 +163,8 @@ def _reason(error: BaseException) -> str:
 
 
 # The names of the types in the header of a safetensors file.
-TYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
+TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+TYPES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
 ALIGNMENT = 8
 
 
@@ -204,10 +179,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Joined]) -> Non
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name in order:
-        end = at + sum(part.nbytes for part in parts[name])
+        offsets = [at, at := at + sum(part.nbytes for part in parts[name])]
         dtype, shape = TYPES[tensors[name].dtype], list(tensors[name].shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
-        at = end
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % ALIGNMENT)
     with open(path, "wb") as file:
@@ -232,13 +206,10 @@ def new_folder(folder: str | os.PathLike) -> Iterator[Path]:
     refuse_existing(folder)
     path = Path(folder).absolute()
     # Beside the final place: paths relative to the one hold for the other, and a rename moves no data.
-    staged = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent, ignore_cleanup_errors=True) as name:
+        staged = Path(name)
         yield staged
         staged.chmod(0o755)
         if path.is_dir():
             path.rmdir()
         staged.rename(path)
-    finally:
-        if staged.exists():
-            shutil.rmtree(staged)

@@ -9,7 +9,7 @@ config.json is a Llama's with one layer, and `bias` for that of fc (True where i
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,13 +17,15 @@ from torch import Tensor
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, ROWS_AT_ONCE, read_base_tensor
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.fields import llama_fields, read_layer_config
-from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Reader, SavedHeads, renamed
+from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Loss, Reader, SavedHeads
+from hf_drafthead.formats.tables import NO, Limits, renamed
 from hf_drafthead.modeling import EagleForCausalLM
 
 LAYER = "layers.0."
 EAGLE_NAMES = (("body.layer.", LAYER), ("fc.", "fc."))
 COPIES_OF_BASE = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
-LAYER_KINDS = ("llama", "mistral", "qwen2")  # layers of one form; Qwen2's has biases on queries, keys and values
+# Layers of one form; Qwen2's has biases on queries, keys and values.
+LIMITS = {"feature_layers": ([-1],), "layer_model_type": ("llama", "mistral", "qwen2"), "biases_beside_qkv": NO}
 ARCHITECTURES = {"vllm": "LlamaForCausalLM", "sglang": "LlamaForCausalLMEagle", "eagle": "LlamaForCausalLM"}
 
 
@@ -33,6 +35,7 @@ class Eagle(Layout):
     name = "EAGLE"
     family = EagleForCausalLM
     targets = ("eagle", "vllm", "sglang")
+    limits: ClassVar[Limits] = {"": LIMITS, "sglang": {"biases_in_layers": NO}}
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         names = set(keys)
@@ -43,78 +46,44 @@ class Eagle(Layout):
         reader, config = Reader(source.name, source.tensors), source.config
         hidden_size = len(reader.take("fc.weight"))
         reader.take("fc.weight", (hidden_size, 2 * hidden_size))
-        has_bias = "fc.bias" in reader
-        biased = has_bias and bool(reader.take("fc.bias", (hidden_size,)).any())
-        if config and config.get("bias", True) != has_bias:
-            in_config = f"bias {config['bias']!r}" if "bias" in config else "nothing of fc's bias, which means True"
-            reader.notes.append(
-                f"config.json says {in_config}, the file has {'one' if has_bias else 'none'}: the tensors are right."
-            )
-        if f"{LAYER}input_layernorm.weight" in reader:
-            raise ValueError(
-                f"{source.name!r} has {LAYER + 'input_layernorm.weight'!r}: the first layer of EAGLE heads has no norm "
-                "before attention, these are of another kind and cannot be converted."
-            )
+        if config:  # which means a bias where it says nothing of it
+            reader.note_differences({"bias": True, **config}, bias="fc.bias" in reader)
+        if (norm := f"{LAYER}input_layernorm.weight") in reader:
+            what = "a norm before attention, which no EAGLE head has: these are of another kind and cannot be converted"
+            raise ValueError(f"{source.name!r} has {norm!r}, {what}.")
         copies = reader.copies(COPIES_OF_BASE)
         vocab_size = next(map(len, copies.values()), None)
         layer_config = read_layer_config(reader, LAYER, config, hidden_size, vocab_size or config.get("vocab_size", 0))
         tensors = reader.renamed(EAGLE_NAMES)
-        if has_bias and not biased:
+        if "fc.bias" in tensors and not reader.take("fc.bias", (hidden_size,)).any():
             reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")
             del tensors["fc.bias"]
-        form = {"fc_bias": biased, "layer_config": layer_config}
-        return reader.heads(
-            self,
-            form,
-            tensors,
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
-            copies=copies,
-            tree="eagle_mc_sim_7b_63",
-        )
+        form = {"fc_bias": "fc.bias" in tensors, "layer_config": layer_config}
+        more = {"hidden_size": hidden_size, "vocab_size": vocab_size, "copies": copies, "tree": "eagle_mc_sim_7b_63"}
+        return reader.heads(self, form, tensors, **more)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, layer = saved.config, saved.config.own_layer
-        if list(config.feature_layers) != [-1]:
-            raise Loss(
-                f"it reads the hidden states {list(config.feature_layers)} of the base, and the target the last one",
-                "train it with feature_layers=[-1]",
-            )
-        if layer.model_type not in LAYER_KINDS:
-            raise Loss(
-                f"its layer is that of a {layer.model_type!r} model, and the target builds a Llama's",
-                "train it with layer_config= of a Llama",
-            )
+        config = saved.config
         tensors = {name: tensor for key, tensor in saved.tensors.items() if (name := renamed(key, EAGLE_NAMES))}
-        about = llama_fields(layer, config.get_text_config().vocab_size) | {"architectures": [ARCHITECTURES[target]]}
-        biases = {f"{LAYER}{name}.bias" for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")}
-        if biases := biases & set(tensors):
-            if target == "sglang" or biases != {f"{LAYER}self_attn.q_proj.bias"}:
-                raise Loss(
-                    "its layer has biases on projections where the target has none, and would drop them",
-                    "train it with layer_config= of a Llama without biases",
-                )
+        about = llama_fields(config.own_layer, saved.text.vocab_size) | {"architectures": [ARCHITECTURES[target]]}
+        if saved.biases_in_layers:
             about["qkv_bias"] = True
-        notes = []
         if target == "eagle":
-            about["bias"] = config.fc_bias
-        elif target == "sglang":
+            return Files(tensors, about | {"bias": config.fc_bias})
+        if target == "sglang":
             # The engine builds fc with a bias and leaves it random where the file has none.
             tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
-            notes.append(SGLANG.format("EAGLE"))
-        elif config.fc_bias:
+            return Files(tensors, about, [SGLANG.format("EAGLE")])
+        notes = [VLLM.format("eagle", 4)]
+        if config.fc_bias:
             if not saved.fold_bias:
-                raise Loss(
-                    "fc has a bias, which vLLM drops without a word",
-                    "let --fold-bias (fold_bias=True) move it into embeddings of its own, which adds a tensor of the "
-                    "vocabulary's size, or train a head with fc_bias=False",
-                )
+                advice = "let --fold-bias (fold_bias=True) move it into embeddings of its own, a tensor of the "
+                advice += "vocabulary's size, or train a head with fc_bias=False"
+                raise Loss("fc has a bias, which vLLM drops without a word", advice)
             tensors["embed_tokens.weight"], note = folded_embeddings(saved)
             del tensors["fc.bias"]
-            notes.append(note)
-        if target == "vllm":
-            notes.append(VLLM.format("eagle", 4))
-        return Files("model.safetensors", tensors, about, notes)
+            notes.insert(0, note)
+        return Files(tensors, about, notes)
 
 
 TOLERANCE = 0.01  # of the bias's largest entry
@@ -141,10 +110,8 @@ def folded_embeddings(saved: SavedHeads) -> tuple[Tensor, str]:
         residual = max(residual, off.abs().max().item())
         pieces.append(stored)
     largest = bias.abs().max().item()
-    exactness = (
-        f"the bias of fc is off by up to {residual:.1e} in {str(weight.dtype).removeprefix('torch.')}, its largest "
-        f"entry being {largest:.1e} (condition of fc's left half {torch.linalg.cond(reads_embedding, p=1).item():.1e})"
-    )
+    exactness = f"the bias of fc is off by up to {residual:.1e} in {saved.dtype}, its largest entry being {largest:.1e}"
+    exactness += f" (condition of fc's left half {torch.linalg.cond(reads_embedding, p=1).item():.1e})"
     if residual > TOLERANCE * largest:
         raise Loss(f"folded into embeddings, {exactness}", "train a head with fc_bias=False")
     return torch.cat(pieces), f"folded into {INPUT} of its own, {exactness}."

@@ -20,11 +20,7 @@ from hf_drafthead.modeling.config import BASE_FOLDER
 class Export:
     """What was written, and how it is run.
 
-    Attributes:
-        model, target, layout: the heads, what was asked for, and the layout that it reads.
-        folder, weights: where it lies, and the name of its file of weights.
-        shapes: of its tensors, by their names there.
-        notes: how the target is started, and what it leaves out.
+    shapes are those of the tensors by their names there; notes say how the target is started, and what it leaves out.
     """
 
     model: str
@@ -72,10 +68,16 @@ def export_checkpoint(
     layout = _layout_for(saved, to)
     try:
         if saved.base_tensors and not (layout.holds_base or saved.base):
-            raise Loss(
-                "they were trained together with the base that lies with them, and the target only names a base",
-                "save the base on its own (model.base.save_pretrained), load the heads' tensors onto it and name it",
-            )
+            what = "they were trained together with the base that lies with them, and the target only names a base"
+            raise Loss(what, "save the base on its own (model.base.save_pretrained) and name it")
+        if (lost := layout.lost(saved, to)) is not None:
+            others = {
+                other: kind for kind in _of_family(saved) for other in kind.targets if not kind.lost(saved, other)
+            }
+            what, place, name = lost
+            train = f"train it with {name} {place}" if hasattr(saved.config, name) else "train it otherwise"
+            advice = f"use --to {' or '.join(sorted(others))}" if others else train
+            raise Loss(f"its {what}, and the target has a place for {place} alone", advice)
         vocabulary = [] if layout.holds_vocabulary else _without_vocabulary(saved)
         files = layout.write(saved, to)
     except Loss as loss:
@@ -92,27 +94,27 @@ def export_checkpoint(
     return Export(saved.name, to, layout.name, os.fspath(folder), files.weights, shapes, files.notes + vocabulary)
 
 
+def _of_family(saved: SavedHeads) -> list[Layout]:
+    return [layout for layout in LAYOUTS if layout.family.config_class is type(saved.config) and layout.targets]
+
+
 def _layout_for(saved: SavedHeads, to: str) -> Layout:
-    of_family = [layout for layout in LAYOUTS if layout.family.config_class is type(saved.config) and layout.targets]
-    fitting = [layout for layout in of_family if to in layout.targets]
+    fitting = [layout for layout in _of_family(saved) if to in layout.targets]
     if fitting:
         return next((layout for layout in fitting if layout.holds_base == bool(saved.base_tensors)), fitting[0])
-    targets = sorted({target for layout in of_family for target in layout.targets})
+    targets = sorted({target for layout in _of_family(saved) for target in layout.targets})
     advice = f"expected one of {', '.join(targets)}" if targets else "no other project has a form for them"
     raise ValueError(f"{saved.name!r} holds {saved.config.family} heads, which have no form in {to!r}: {advice}.")
 
 
 def _without_vocabulary(saved: SavedHeads) -> list[str]:
     """A note where heads lose their draft vocabulary, without which they guess as well, among all tokens."""
-    if "draft_tokens" not in saved.tensors:
+    if not saved.reduced_vocabulary:
         return []
     size = len(saved.tensors["draft_tokens"])
     if any(key.startswith("projections.up.") for key in saved.tensors):
-        raise Loss(
-            f"its heads have projections of their own over a draft vocabulary of {size} tokens, and the target wants "
-            "all tokens",
-            "train heads with share_lm_head=True or without draft_vocab_size",
-        )
+        what = f"its heads have projections of their own over a draft vocabulary of {size} tokens, the target over all"
+        raise Loss(what, "train heads with share_lm_head=True or without draft_vocab_size")
     return [f"the draft vocabulary of {size} tokens is left out: there the heads guess among all tokens."]
 
 
@@ -132,9 +134,8 @@ def _of_checkpoint(name: str, hub: dict[str, Any]) -> SavedHeads:
     heads = {key.removeprefix("drafter."): tensor for key, tensor in tensors.items() if key.startswith("drafter.")}
     base = {key.removeprefix("base."): tensor for key, tensor in tensors.items() if key.startswith("base.")}
     if config.base_included:
-        if not base:
-            base = read_tensors(name, {**hub, "subfolder": "/".join(filter(None, (hub.get("subfolder"), BASE_FOLDER)))})
-        return SavedHeads(name, config, heads, _beside(name), base)
+        inside = "/".join(filter(None, (hub.get("subfolder"), BASE_FOLDER)))
+        return SavedHeads(name, config, heads, _beside(name), base or read_tensors(name, {**hub, "subfolder": inside}))
     return SavedHeads(name, config, heads, config.base_model_name_or_path and locate_base(config, name), base)
 
 

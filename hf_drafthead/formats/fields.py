@@ -21,7 +21,6 @@ NONE: tuple[Any, ...] = (None, False, "", [], {})  # values of a field that says
 SCALES = ("multiplier", "scale", "scaling", "factor")  # what the names of fields end in that are nothing at 1
 NESTED = ("dflash_config", "eagle_config", "eagle_architecture_config")  # objects whose fields are the head's as well
 MASK = ("mask_token_id", "pard_token", "ptd_token_id", "dspark_noise_token_id")  # names of one field
-ANCHOR = "dspark_bonus_anchor"  # the contrary of sample_from_anchor
 
 Row = dict[str, tuple[Any, ...] | None]  # by name: the values that change nothing; None for what is read, or is of none
 
@@ -75,23 +74,21 @@ OF_BLOCKS = _row(
     attention_mode=("gqa", "mha"),
     draft_ffn_type=("dense", "mlp"),
     projector_type=("dflash", "dspark"),
-) | dict.fromkeys((*MASK, ANCHOR))
+) | dict.fromkeys((*MASK, "dspark_bonus_anchor"))
 OF_SCALES = _row("attention_value_scale final_logit_softcapping input_embedding_scale output_multiplier")
 OF_SELECTOR = _row("conv_kernel_size conv_group_size selector_rank selector_top_k selector_vocab_size")
 OF_THEIR_BLOCKS = _row("aux_hidden_state_layer_ids sliding_window_non_causal")
-OF_SPECULATORS = _row(
-    """speculators_model_type speculators_version speculators_config transformer_layer_config embed_requires_grad
-    draft_vocab_size target_hidden_size"""
-)
+OF_SPECULATORS = _row("speculators_model_type speculators_version speculators_config transformer_layer_config")
+OF_SPECULATORS |= _row("embed_requires_grad draft_vocab_size target_hidden_size")
 # A folder may hold heads of both kinds.
 OF_HEADS = "medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers hydra_head_arch grounded_heads"
 OF_HEADS += " hidden_state_offset hidden_size"
+OF_VLLM_HEADS = """hidden_size num_heads num_hidden_layers medusa_fc_bias original_lm_head max_paths topk
+truncated_vocab_size max_seq_len medusa_num_heads medusa_num_layers"""
+OF_ASSISTANT = "backbone_hidden_size centroid_intermediate_top_k num_centroids text_config use_ordered_embeddings"
 TABLE: dict[str, Row] = {
     "FasterDecoding Medusa": _row(OF_HEADS),
-    "vLLM Medusa": _row(
-        """hidden_size num_heads num_hidden_layers medusa_fc_bias original_lm_head max_paths topk truncated_vocab_size
-        max_seq_len medusa_num_heads medusa_num_layers""",
-    ),
+    "vLLM Medusa": _row(OF_VLLM_HEADS),
     "Hydra": _row(OF_HEADS),
     "EAGLE": LAYER | _row("bias"),
     "EAGLE-3": LAYER | OF_EAGLE3,
@@ -101,9 +98,7 @@ TABLE: dict[str, Row] = {
     "speculators": OF_SPECULATORS | OF_EAGLE3,
     "speculators (peagle)": OF_SPECULATORS | OF_EAGLE3 | dict.fromkeys(MASK),
     "speculators (mtp)": OF_SPECULATORS | _row("num_nextn_predict_layers num_speculative_steps mtp_num_hidden_layers"),
-    "Gemma 4 assistant": _row(
-        "backbone_hidden_size centroid_intermediate_top_k num_centroids text_config use_ordered_embeddings"
-    ),
+    "Gemma 4 assistant": _row(OF_ASSISTANT),
     "speculators (dflash, dspark)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS,
     "speculators (dflash2)": OF_SPECULATORS | OF_BLOCKS | OF_THEIR_BLOCKS | OF_SELECTOR,
 }
@@ -119,9 +114,8 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
     name, config = source.name, source.config
     if layout not in TABLE:
         return dict(config)
-    for part, other in OTHERS.items():
-        there = any(part in key for key in source.tensors) or part in (config.get("architectures") or ())
-        if there and layout in WITH_LAYERS:
+    for part, other in OTHERS.items() if layout in WITH_LAYERS else ():
+        if any(part in key for key in (*source.tensors, *(config.get("architectures") or ()))):
             raise ValueError(f"{name!r} is {other}, which has no family here: get a drafter of another kind.")
     beside = os.path.join(os.path.dirname(source.files[0]), "mask_embedding.pt")
     if "mask_token_id" in TABLE[layout] and os.path.exists(beside):
@@ -159,10 +153,8 @@ def _refuse_unknown(name: str, config: Mapping[str, Any], row: Row, where: str =
         if type(value) in (int, float) and value == 1 and key.endswith(SCALES):
             continue
         expected = f"expected {' or '.join(map(repr, known))}" if known else "it is not known"
-        raise ValueError(
-            f"{name!r} says {key} {shortened.repr(value)}{where} in its config.json, for which there is no place here "
-            f"({expected}): if it changes nothing of what the heads compute, remove it there."
-        )
+        what = f"says {key} {shortened.repr(value)}{where} in its config.json, for which there is no place here"
+        raise ValueError(f"{name!r} {what} ({expected}): if it changes nothing of what is computed, remove it there.")
 
 
 def said(name: str, config: Mapping[str, Any], *keys: str) -> Any:
@@ -224,19 +216,15 @@ def read_layer_config(
 ) -> PreTrainedConfig:
     """The config of layers whose tensors stand under a prefix; sizes are those of the tensors, and noted if others."""
     if not config.get("num_attention_heads"):
-        raise ValueError(
-            f"{reader.name!r} has no config.json that says num_attention_heads: tensors do not tell into how many "
-            "heads attention is divided, give the folder that has it."
-        )
+        what = "has no config.json that says num_attention_heads, which tensors do not tell"
+        raise ValueError(f"{reader.name!r} {what}: give the folder that has it.")
     rows = {name: reader.take(f"{prefix}{ATTENTION}{name}_proj.weight").shape[0] for name in ("q", "k")}
     heads = config["num_attention_heads"]
     head_dim, rest = divmod(rows["q"], heads)
     groups, rest_of_groups = divmod(rows["k"], head_dim) if head_dim else (0, 1)
     if rest or rest_of_groups or heads % groups:
-        raise ValueError(
-            f"{reader.name!r} has query and key projections of {rows['q']} and {rows['k']} rows, which {heads} "
-            "attention heads (num_attention_heads of its config.json) do not divide: correct the config."
-        )
+        what = f"has query and key projections of {rows['q']} and {rows['k']} rows, which {heads} attention heads"
+        raise ValueError(f"{reader.name!r} {what} (num_attention_heads) do not divide: correct its config.json.")
     sizes = {
         "hidden_size": hidden_size,
         "intermediate_size": reader.take(f"{prefix}mlp.gate_proj.weight").shape[0],
@@ -244,14 +232,13 @@ def read_layer_config(
         "head_dim": head_dim,
         "vocab_size": vocab_size,
     }
-    for name, size in {**sizes, "num_hidden_layers": layers}.items():
-        reader.note_difference(config, name, size)
+    reader.note_differences(config, **sizes, num_hidden_layers=layers)
     kinds, window = layer_types(reader.name, config, layers)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
     fields |= {"rope_parameters": rotary_of(reader.name, config, kinds)} | sizes
     for name, value in (*fields.items(), *fields["rope_parameters"].items()):
-        wrong = isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf
-        if name in POSITIVE and wrong:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+        if name in POSITIVE and not number:
             problem = f"{name} {str(value)[:40]!r}, expected a number above 0"
             raise ValueError(f"{reader.name!r} says {problem}: correct its config.json.")
     fields |= {"num_attention_heads": heads, "num_hidden_layers": layers, "tie_word_embeddings": False}
@@ -271,20 +258,17 @@ def layer_types(name: str, config: Mapping[str, Any], layers: int) -> tuple[list
     window = config.get("swa_window_size") if slides and config.get("swa_window_size") else config.get("sliding_window")
     kinds = list(config.get("layer_types") or [])
     if not {FULL, SLIDING}.issuperset(kinds) or (kinds and len(kinds) < layers):
-        raise ValueError(
-            f"{name!r} has the layer_types {shortened.repr(config['layer_types'])}: expected {FULL!r} or {SLIDING!r} "
-            f"for each of its {layers} layers, others have no family here."
-        )
+        what = f"has the layer_types {shortened.repr(config['layer_types'])}: expected {FULL!r} or {SLIDING!r}"
+        raise ValueError(f"{name!r} {what} for each of its {layers} layers, others have no family here.")
     if slides:
         kinds = [SLIDING] * layers
     elif not kinds:
         first = config.get("max_window_layers", 28) if flag(name, config, "use_sliding_window") else layers
         positions = config.get("max_position_embeddings", math.inf)
         if window and config.get("use_sliding_window") is None and window < positions:
-            raise ValueError(
-                f"{name!r} says sliding_window {window}, and not which of its layers see so many positions only: add "
-                "use_sliding_window (false for none) or layer_types to its config.json."
-            )
+            what = f"says sliding_window {window}, and not which of its layers see so many positions only"
+            advice = "add use_sliding_window (false for none) or layer_types to its config.json"
+            raise ValueError(f"{name!r} {what}: {advice}.")
         kinds = [FULL if index < first or not window else SLIDING for index in range(layers)]
     return kinds[:layers], window
 
@@ -307,21 +291,19 @@ def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dic
         by_type = _by_type(value)
         wanted = [by_type.get(kind, by_type.get("", {})) for kind in dict.fromkeys(kinds)]
         if any(dict(one) != dict(wanted[0]) for one in wanted) or (by_type and not wanted[0]):
-            raise ValueError(
-                f"{name!r} says rope_parameters for {', '.join(sorted(by_type))}, and its layers are "
-                f"{' and '.join(dict.fromkeys(kinds))}, which have one for all here: correct its config.json."
-            )
+            what = f"says rope_parameters for {', '.join(sorted(by_type))}, and its layers are "
+            what += " and ".join(dict.fromkeys(kinds))
+            raise ValueError(f"{name!r} {what}, which have one for all here: correct its config.json.")
         parameters |= dict(wanted[0])
     thetas = {"rope_theta": config.get("rope_theta"), "rope_theta of its rope_parameters": parameters.get("rope_theta")}
     theta = said(name, thetas)
     kind = parameters.pop("type", None)
     kind = parameters.get("rope_type") or kind or "default"
-    sections = parameters.pop("mrope_section", None), parameters.pop("mrope_interleaved", None)
-    if kind == "mrope" or (kind == "default" and sections[0]):  # three equal positions in a text
-        kind = "default"
+    for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):  # which say nothing of a text, or 1
+        parameters.pop(key, None)
+    kind = "default" if kind == "mrope" else kind
     if kind != "default" and config.get(ORIGINAL):  # beside them, as Phi-3 has it
         parameters.setdefault(ORIGINAL, config[ORIGINAL])
-    parameters.pop("partial_rotary_factor", None)  # 1, by the table
     return {**parameters, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
 
 
@@ -330,21 +312,16 @@ def llama_fields(layer: PreTrainedConfig, vocab_size: int) -> dict[str, Any]:
     rope = dict(getattr(layer, "rope_parameters", None) or {})
     theta = rope.pop("rope_theta", 10000.0)
     rope.pop("type", None)
-    scaled = rope.get("rope_type", "default") != "default"
     heads = layer.num_attention_heads
+    alike = ("hidden_size", "intermediate_size", "num_attention_heads", *KEPT[:3])
     return {
+        **{name: getattr(layer, name) for name in alike},
         "model_type": "llama",
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_attention_heads": heads,
         "num_key_value_heads": getattr(layer, "num_key_value_heads", None) or heads,
         "head_dim": getattr(layer, "head_dim", None) or layer.hidden_size // heads,
         "num_hidden_layers": 1,
-        "max_position_embeddings": layer.max_position_embeddings,
-        "rms_norm_eps": layer.rms_norm_eps,
         "rope_theta": theta,
-        "rope_scaling": rope if scaled else None,
-        "hidden_act": layer.hidden_act,
+        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
         "vocab_size": vocab_size,
         "tie_word_embeddings": False,
     }

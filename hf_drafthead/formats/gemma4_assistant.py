@@ -7,13 +7,14 @@ masked_embedding.centroids.weight [N, W], .token_ordering [V]     with use_order
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Prefixes, Reader, SavedHeads, renamed
+from hf_drafthead.formats.layout import Files, Heads, Layout, Reader, SavedHeads
+from hf_drafthead.formats.tables import NO, Limits, Prefixes, renamed
 from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.gemma4_assistant import LAYERS, GemmaAssistantForCausalLM
 
@@ -36,6 +37,7 @@ class GemmaAssistant(Layout):
     name = "Gemma 4 assistant"
     family = GemmaAssistantForCausalLM
     targets = ("transformers",)
+    limits: ClassVar[Limits] = {"": {"reduced_vocabulary": NO}}
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         return {"pre_projection.weight", "post_projection.weight"} <= set(keys)
@@ -56,7 +58,7 @@ class GemmaAssistant(Layout):
             "num_centroids": clusters or 0,
             "centroid_top_k": config.get("centroid_intermediate_top_k") or 32,
         }
-        reader.note_difference(config, "backbone_hidden_size", wide // 2)
+        reader.note_differences(config, backbone_hidden_size=wide // 2)
         more = {"hidden_size": wide // 2, "vocab_size": projection.shape[0], "base": _base_of(source.name)}
         return reader.heads(self, form, tensors | {PROJECTION: projection}, **more)
 
@@ -64,21 +66,16 @@ class GemmaAssistant(Layout):
         about = dict(source.config.get("text_config") or {})
         kind = about.pop("model_type", None)
         if kind not in LAYERS:
-            raise ValueError(
-                f"{source.name!r} does not say of what its layers are (text_config of its config.json has model_type "
-                f"{kind!r}): give the folder whose config.json says {' or '.join(map(repr, LAYERS))}."
-            )
+            what = f"has a text_config of model_type {kind!r}, expected {' or '.join(map(repr, LAYERS))}"
+            raise ValueError(f"{source.name!r} {what}: give the folder whose config.json has it.")
         try:
             return AutoConfig.for_model(kind, **about)
         except Exception as error:  # of the checks that transformers' configs make
-            raise ValueError(
-                f"the text_config of {source.name!r} cannot be used ({in_one_line(error)}): get it again."
-            ) from error
+            what = f"the text_config of {source.name!r} cannot be used ({in_one_line(error)})"
+            raise ValueError(f"{what}: get it again.") from error
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, layer = saved.config, saved.config.own_layer
-        if "draft_tokens" in saved.tensors:
-            raise Loss("it chooses among some tokens only, and the target among all", "train it without")
         tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in saved.tensors.items()}
         tensors[EMBEDDING] = tensors.pop(PROJECTION)
         kind = "gemma4_assistant" if layer.model_type == LAYERS[0] else "gemma4_unified_assistant"
@@ -91,10 +88,10 @@ class GemmaAssistant(Layout):
             "num_centroids": config.num_centroids or 2048,
             "centroid_intermediate_top_k": config.centroid_top_k,
             "tie_word_embeddings": True,
-            "dtype": str(tensors[EMBEDDING].dtype).removeprefix("torch."),
+            "dtype": saved.dtype,
         }
         launch = "model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained(FOLDER)) drafts a chain."
-        return Files("model.safetensors", tensors, about, [launch])
+        return Files(tensors, about, [launch])
 
 
 def _base_of(name: str) -> str | None:

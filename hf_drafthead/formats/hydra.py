@@ -12,11 +12,12 @@ between. The published repositories named "hydra" hold Hydra++ heads. All blocks
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from hf_drafthead.formats.base_tensors import INPUT, equal
+from hf_drafthead.formats.base_tensors import INPUT
 from hf_drafthead.formats.disk import Source
-from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, Row, SavedHeads, parts_of, renamed, some
+from hf_drafthead.formats.layout import Files, Heads, Layout, Reader, SavedHeads
+from hf_drafthead.formats.tables import NO, YES, Limits, Row, equal, parts_of, renamed, some
 from hf_drafthead.modeling import HydraForCausalLM
 
 MLP, PROJECTION, PREFIX_LAYER = "hydra_mlp.", "hydra_lm_head.", "prefix_embeding_layer."
@@ -32,6 +33,7 @@ class Hydra(Layout):
     name = "Hydra"
     family = HydraForCausalLM
     targets = ("hydra",)
+    limits: ClassVar[Limits] = {"": {"share_lm_head": NO, "layer_config": (None,), "one_block": YES}}
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         names = list(keys)
@@ -40,19 +42,15 @@ class Hydra(Layout):
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config
         if offset := config.get("hidden_state_offset", 0):
-            raise ValueError(
-                f"{source.name!r} reads the hidden state {offset} layers before the last one (hidden_state_offset): "
-                "Hydra heads here read the last one, so these cannot be converted."
-            )
+            what = f"reads the hidden state {offset} layers before the last one (hidden_state_offset)"
+            raise ValueError(f"{source.name!r} {what}: Hydra heads here read the last one, it cannot be converted.")
         blocks = [match for key in source.tensors if (match := HYDRA_BLOCK.fullmatch(key))]
         heads = 1 + max(int(match[1]) for match in blocks)
         places = sorted({int(match[2]) for match in blocks})
         hidden_size = len(reader.take(f"{MLP}0.{places[0]}.linear.weight"))
         if f"{MLP}0.{places[0]}.res_connection.weight" not in reader:
-            raise ValueError(
-                f"{source.name!r} holds Hydra heads that do not read the tokens of their path (grounded_heads false): "
-                "there is no such family here, train grounded ones."
-            )
+            what = "holds Hydra heads that do not read the tokens of their path (grounded_heads false)"
+            raise ValueError(f"{source.name!r} {what}: there is no such family here, train grounded ones.")
         tied = len(places) > 2 and all(
             equal(reader.take(f"{MLP}{head}.{place}.linear.{kind}") for place in places[1:])
             for head in range(heads)
@@ -65,55 +63,30 @@ class Hydra(Layout):
         if UNUSED in reader:
             reader.drop(UNUSED, "the prefix layer reads hidden states: the original never uses it")
         tensors |= reader.renamed(PREFIX_LAYER_NAMES)
-        copies = reader.copies({EMBEDDINGS: INPUT})
-        reader.note_difference(config, "hydra_num_heads", heads)
-        reader.note_difference(config, "hydra_num_layers", len(places))
-        reader.note_difference(config, "hydra_head_arch", "prefix-mlp" if prefix else "mlp")
-        reader.note_difference(config, "grounded_heads", True)
         form = {"num_draft_heads": heads, "num_layers": len(places), "tie_blocks": tied, "prefix_layer": prefix}
-        base = config.get("base_model_name_or_path")
-        return reader.heads(
-            self, form, tensors, hidden_size=hidden_size, vocab_size=vocab_size, base=base, copies=copies
-        )
+        reader.note_differences(config, **_about(form))
+        more = {"base": config.get("base_model_name_or_path"), "copies": reader.copies({EMBEDDINGS: INPUT})}
+        return reader.heads(self, form, tensors, hidden_size=hidden_size, vocab_size=vocab_size, **more)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, text = saved.config, saved.config.get_text_config()
-        if config.share_lm_head:
-            raise Loss(
-                "its heads share the base's lm_head, and the layout has a projection per head",
-                "train heads with share_lm_head=False",
-            )
-        if config.layer_config is not None:
-            raise Loss(
-                "its prefix layer is of another kind than the base's (layer_config), and the original builds it from "
-                "the base's config",
-                "train heads without layer_config",
-            )
-        behind = config.num_layers - 1
-        if not config.tie_blocks and not all(
-            equal(saved.tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"] for layer in range(behind))
-            for head in range(config.num_draft_heads if behind > 1 else 0)
-            for kind in KINDS
-        ):
-            raise Loss(
-                f"its heads have {behind} different blocks behind the first, and the original code applies one block "
-                "as many times, so that only the last one would count",
-                "train heads with tie_blocks=True",
-            )
+        config, text = saved.config, saved.text
         places = [2 * layer + 1 if config.prefix_layer else layer for layer in range(config.num_layers)]
         between = ".1" if config.prefix_layer else ""
         rows = table(config.num_draft_heads, places, config.tie_blocks, between, text.hidden_size, text.vocab_size)
         tensors = parts_of(saved.tensors, rows)
         tensors |= {name: tensor for key, tensor in saved.tensors.items() if (name := renamed(key, PREFIX_LAYER_NAMES))}
-        about = {
-            "hydra_num_heads": config.num_draft_heads,
-            "hydra_num_layers": config.num_layers,
-            "hydra_head_arch": "prefix-mlp" if config.prefix_layer else "mlp",
-            "grounded_heads": True,
-            "hidden_state_offset": 0,
-            "base_model_name_or_path": saved.base,
-        }
-        return Files("hydra_lm_head.pt", tensors, about)
+        about = {"hidden_state_offset": 0, "base_model_name_or_path": saved.base}
+        return Files(tensors, about | _about(vars(config)), weights="hydra_lm_head.pt")
+
+
+def _about(form: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says of heads of this form."""
+    return {
+        "hydra_num_heads": form["num_draft_heads"],
+        "hydra_num_layers": form["num_layers"],
+        "hydra_head_arch": "prefix-mlp" if form["prefix_layer"] else "mlp",
+        "grounded_heads": True,
+    }
 
 
 def table(
@@ -125,7 +98,7 @@ def table(
     """
     first, *others = places
     for head in range(heads):
-        for kind, dimensions in (("weight", 2), ("bias", 1)):
+        for dimensions, kind in zip((2, 1), KINDS):
             parts = [f"{MLP}{head}.{first}.{part}.{kind}" for part in ("res_connection", "linear")]
             yield Row(f"heads.{head}.path.{kind}", parts, (hidden_size, (head + 2) * hidden_size)[:dimensions])
             for layer, place in enumerate(others):

@@ -1,22 +1,22 @@
-"""What a layout is: how another project names the tensors of draft heads, and what it writes about them.
-
-Names stand in tables of `Row`s and in pairs of prefixes, which are read in both directions: a conversion joins the
-layout's tensors to those of this library, an export splits them again.
-"""
+"""What a layout is: how another project names the tensors of draft heads, what it writes about them, what it lacks."""
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from hf_drafthead.formats.disk import Joined, Source
+from hf_drafthead.formats.tables import Limits, Prefixes, Row, equal, renamed, some
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.decoder_layer import types_of
+from hf_drafthead.modeling.files import shortened
 
-Prefixes = Sequence[tuple[str, str]]
+KIND = "speculators_model_type"
+SET = "on the command line --set"
 # How engines are started with EAGLE heads in FOLDER.
 VLLM = 'vllm serve BASE --speculative-config \'{{"method": "{}", "model": FOLDER, "num_speculative_tokens": {}}}\''
 VLLM += "; it drafts a chain, without a tree"
@@ -24,46 +24,12 @@ SGLANG = "python -m sglang.launch_server --model-path BASE --speculative-algorit
 SGLANG += " --speculative-draft-model-path FOLDER"
 
 
-class Row(NamedTuple):
-    """A tensor here and its parts in a layout, which lie one behind the other along the first dimension.
-
-    ours: its name; theirs: the names of the parts; shape: of each part; stacked: the parts are rows of a new dimension.
-    """
-
-    ours: str
-    theirs: list[str]
-    shape: tuple[int, ...]
-    stacked: bool = False
-
-
-def parts_of(tensors: Mapping[str, Tensor], rows: Iterable[Row]) -> dict[str, Tensor]:
-    """Tensors of this library in a layout's parts, by their names there."""
-    parts: dict[str, Tensor] = {}
-    for row in rows:
-        whole = tensors[row.ours]
-        parts |= zip(row.theirs, whole.unbind() if row.stacked else whole.chunk(len(row.theirs)), strict=True)
-    return parts
-
-
-def renamed(name: str, prefixes: Prefixes) -> str | None:
-    """The name with the second prefix of the first pair that fits in place of the first; None if no pair fits."""
-    return next((new + name.removeprefix(old) for old, new in prefixes if name.startswith(old)), None)
-
-
 @dataclass
 class Heads:
-    """What a layout's file holds.
+    """What a layout's file holds: config fields and tensors of a family here, and what it says of the base.
 
-    Attributes:
-        model_class, fields: the family's, and of its config, without those about the base.
-        tensors: the drafter's, by the names of its state dict.
-        hidden_size, vocab_size: H and V of the base; V is None if nothing in the file tells it.
-        base: Hub id or path of the base, as the layout names it.
-        base_inside: the base's own weights lie in the same files.
-        copies: tensors that should equal the base's: INPUT, OUTPUT.
-        tree: name of the draft tree that the heads' own project runs them with.
-        dropped: tensors that are left out, and why.
-        notes: what the user should know: where config and tensors disagree, what was assumed.
+    vocab_size is None if nothing in the file tells it; copies are tensors that should equal the base's (INPUT, OUTPUT);
+    tree is what the heads' own project runs them with; notes say where config and tensors disagree, what was assumed.
     """
 
     model_class: type[DraftHeadPreTrainedModel]
@@ -82,10 +48,7 @@ class Heads:
 class Reader:
     """Hands out the tensors of a file, and knows which of them nobody has asked for.
 
-    Args:
-        name: of the checkpoint, for messages.
-        tensors: by their names in the file.
-        names: their names in the file by those that the layout's table has, where these differ.
+    names: what they are called in the file, by the names that the layout's table has, where these differ.
     """
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
@@ -106,10 +69,8 @@ class Reader:
             raise ValueError(f"{self.name!r} lacks the tensor {key!r}: the file is not complete, get it again.")
         tensor = self.tensors[key]
         if shape is not None and tuple(tensor.shape) != tuple(shape):
-            raise ValueError(
-                f"{self.name!r} has {key!r} of shape {list(tensor.shape)}, but the tensors beside it ask for "
-                f"{list(shape)}: the file is damaged or of another layout."
-            )
+            what = f"has {key!r} of shape {list(tensor.shape)}, but the tensors beside it ask for {list(shape)}"
+            raise ValueError(f"{self.name!r} {what}: the file is damaged or of another layout.")
         self._taken.add(key)
         return tensor
 
@@ -129,10 +90,8 @@ class Reader:
             keys = tuple(self.names.get(key, key) for key in row.theirs)
             types = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
             if len(types) > 1:
-                raise ValueError(
-                    f"{self.name!r} has {keys[0]!r} and {len(keys) - 1} more that belong together in several types "
-                    f"({', '.join(types)}): save them in one."
-                )
+                what = f"{keys[0]!r} and {len(keys) - 1} more that belong together in several types"
+                raise ValueError(f"{self.name!r} has {what} ({', '.join(types)}): save them in one.")
             first, *rest = row.shape
             shape = (len(parts), *row.shape) if row.stacked else (len(parts) * first, *rest)
             tensors[row.ours] = Joined(tuple(parts), shape, keys)
@@ -160,20 +119,19 @@ class Reader:
         """Leave out the tensors that are copies of the base's, of which `of_base` says by their names which."""
         return {which: self.drop(key, f"a copy of the base's {which}") for key, which in of_base.items() if key in self}
 
-    def note_difference(self, config: Mapping[str, Any], name: str, actual: Any) -> None:
-        """Note a config field that disagrees with the tensors, which are right."""
-        if config.get(name) not in (None, actual):
-            self.notes.append(
-                f"config.json says {name} {config[name]!r}, the tensors have {actual!r}: the tensors are right."
-            )
+    def note_differences(self, config: Mapping[str, Any], **actual: Any) -> None:
+        """Note config fields that disagree with the tensors, which are right."""
+        for name, value in actual.items():
+            if config.get(name) not in (None, value):
+                what = f"config.json says {name} {config[name]!r}, the tensors have {value!r}"
+                self.notes.append(f"{what}: the tensors are right.")
 
     def heads(self, layout: "Layout", fields: dict[str, Any], tensors: dict[str, Joined], **more: Any) -> Heads:
         """What was read, once every tensor has been: leaving some out unseen would be silent damage."""
         if unknown := sorted(set(self.tensors) - self._taken):
-            raise ValueError(
-                f"{self.name!r} has {len(unknown)} tensor(s) that the layout {layout.name!r} does not have, such as "
-                f"{unknown[0]!r} {list(self.tensors[unknown[0]].shape)}: these are heads of another kind."
-            )
+            what = f"{len(unknown)} tensor(s) that the layout {layout.name!r} does not have"
+            shown = f"{unknown[0]!r} {list(self.tensors[unknown[0]].shape)}"
+            raise ValueError(f"{self.name!r} has {what}, such as {shown}: these are heads of another kind.")
         return Heads(layout.family, fields, tensors, dropped=self.dropped, notes=self.notes, **more)
 
 
@@ -181,13 +139,8 @@ class Reader:
 class SavedHeads:
     """Heads of this library that are to be written in another layout.
 
-    Attributes:
-        name, config: where they lie, for messages, and their config.
-        tensors: of the drafter, by the names of its state dict.
-        base: Hub id or path of their base; None if the config names none.
-        base_tensors: the base's own, by the names of its state dict, if its weights lie in the same checkpoint.
-        base_model: the loaded base, if there is one.
-        fold_bias: move a bias that the target would drop into tensors that it reads.
+    base is where their base lies, base_tensors are its own if its weights lie in the same checkpoint, base_model is the
+    loaded one if there is one; fold_bias: move a bias that the target would drop into tensors that it reads.
     """
 
     name: str
@@ -197,6 +150,52 @@ class SavedHeads:
     base_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     base_model: nn.Module | None = None
     fold_bias: bool = False
+
+    @property
+    def text(self) -> Any:
+        """The config of the base's text model."""
+        return self.config.get_text_config()
+
+    @property
+    def dtype(self) -> str:
+        """Of the tensors, as config.json names it."""
+        first = next(tensor for tensor in self.tensors.values() if tensor.is_floating_point())
+        return str(first.dtype).removeprefix("torch.")
+
+    # what limits name beside fields of the config
+    layer_model_type = property(lambda self: self.config.own_layer.model_type)
+    biases_in_layers = property(lambda self: some(r"body\..*\.bias", self.tensors))
+    biases_beside_qkv = property(lambda self: some(r"body\..*(?<![qkv]_proj)\.bias", self.tensors))
+    feature_count = property(lambda self: len(self.config.feature_layers))
+    block_layers = property(lambda self: len(types_of(self.config.own_layer)))
+    reads_in_order = property(lambda self: list(self.config.feature_layers) == sorted(self.config.feature_layers))
+    reads_as_published = property(lambda self: list(self.config.feature_layers) == published_layers(self.text))
+    reads_embeddings = property(lambda self: 0 in self.config.feature_layers)
+    reduced_vocabulary = property(lambda self: "draft_tokens" in self.tensors)
+    windows_from_anchor = property(lambda self: any(self.config.windows) and not self.config.window_per_slot)
+    windows_from_slots = property(lambda self: any(self.config.windows) and self.config.window_per_slot)
+    rotary_type = property(lambda self: (self.config.own_layer.rope_parameters or {}).get("rope_type", "default"))
+    as_wide_as_base = property(lambda self: self.config.own_layer.hidden_size == self.text.hidden_size)
+    shared_blocks = property(lambda self: self.config.num_layers if self.config.share_lm_head else 0)
+
+    @property
+    def one_block(self) -> bool:
+        """Whether the blocks of each head are one, applied again and again, as original code has it."""
+        groups: dict[str, list[Tensor]] = {}
+        for name, tensor in self.tensors.items():
+            groups.setdefault(re.sub(r"blocks\.\d+", "", name), []).append(tensor)
+        return all(map(equal, groups.values()))
+
+    @property
+    def heads_fill_width(self) -> bool:
+        """Whether the heads of attention are as wide as the layer, side by side."""
+        layer = self.config.own_layer
+        return layer.head_dim * layer.num_attention_heads == layer.hidden_size
+
+
+def published_layers(text: Any) -> list[int]:
+    """The inputs of layers that EAGLE-3 heads read where nothing else is said."""
+    return [2, text.num_hidden_layers // 2, text.num_hidden_layers - 3]
 
 
 class Loss(Exception):
@@ -210,19 +209,19 @@ class Loss(Exception):
 class Files:
     """What a layout writes: a file of weights, whose ending tells its form, a config.json, and notes for the user."""
 
-    weights: str
     tensors: dict[str, Tensor]
     config: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    weights: str = "model.safetensors"
 
 
 class Layout(ABC):
     """One project's form of one family's heads.
 
     Attributes:
-        name: by which messages and reports call it.
-        family: model class of the heads.
         targets: names under which `export --to` writes it; empty for a layout that is only read.
+        limits: by target, "" for all of them: fields of which it has a place for some values alone.
+        kinds: what config.json says where speculators wrote it (KIND).
         holds_base: the base's weights lie in the same files.
         holds_vocabulary: it has a place for a draft vocabulary.
     """
@@ -230,12 +229,14 @@ class Layout(ABC):
     name: ClassVar[str]
     family: ClassVar[type[DraftHeadPreTrainedModel]]
     targets: ClassVar[tuple[str, ...]] = ()
+    limits: ClassVar[Limits] = {}
+    kinds: ClassVar[Collection[str]] = ()
     holds_base: ClassVar[bool] = False
     holds_vocabulary: ClassVar[bool] = False
 
-    @abstractmethod
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         """Whether tensors of these names, beside this config.json (empty without one), are of this layout."""
+        return config.get(KIND) in self.kinds
 
     @abstractmethod
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
@@ -244,11 +245,15 @@ class Layout(ABC):
         fields: of the config that the user has set: they settle what a layout leaves open.
         """
 
+    def lost(self, saved: SavedHeads, target: str) -> tuple[str, str, str] | None:
+        """What the target has no place for, what it has one for, and of which field; None if all fits its limits."""
+        for name, values in {**self.limits.get("", {}), **self.limits.get(target, {})}.items():
+            value = getattr(saved if hasattr(saved, name) else saved.config, name)
+            value = list(value) if isinstance(value, tuple) else value
+            if value not in values:
+                return f"{name} is {' '.join(shortened.repr(value).split())}", " or ".join(map(repr, values)), name
+        return None
+
     def write(self, saved: SavedHeads, target: str) -> Files:
         """The heads under the layout's names for one of its targets; Loss if that would lose or change something."""
         raise NotImplementedError
-
-
-def some(pattern: str, keys: Iterable[str]) -> bool:
-    """Whether one of the keys fits the pattern as a whole."""
-    return any(re.fullmatch(pattern, key) for key in keys)

@@ -10,25 +10,16 @@ from hf_drafthead.formats.eagle3 import Eagle3, PEagle
 from hf_drafthead.formats.gemma4_assistant import GemmaAssistant
 from hf_drafthead.formats.gguf import gguf_source
 from hf_drafthead.formats.hydra import Hydra
-from hf_drafthead.formats.layout import Layout
+from hf_drafthead.formats.layout import KIND, Layout
 from hf_drafthead.formats.medusa import Medusa, MedusaFull, MedusaVllm
 from hf_drafthead.formats.mtp_layouts import BaseModules, SpeculatorsMtp
 from hf_drafthead.formats.speculators import Speculators, SpeculatorsPEagle
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.gguf_files import split_gguf
 
-LAYOUTS: tuple[Layout, ...] = (
-    Medusa(),
-    MedusaFull(),
-    MedusaVllm(),
-    Hydra(),
-    Eagle(),
-    Eagle3(),
-    PEagle(),
-    Speculators(),
-)
-LAYOUTS += (SpeculatorsPEagle(), SpeculatorsMtp(), BaseModules(), BlockDrafter(), BlockDrafter2(), SpeculatorsBlock())
-LAYOUTS += (SpeculatorsBlock2(), GemmaAssistant())
+LAYOUTS: list[Layout] = [Medusa(), MedusaFull(), MedusaVllm(), Hydra(), Eagle(), Eagle3(), PEagle(), Speculators()]
+LAYOUTS += [SpeculatorsPEagle(), SpeculatorsMtp(), BaseModules(), BlockDrafter(), BlockDrafter2(), SpeculatorsBlock()]
+LAYOUTS += [SpeculatorsBlock2(), GemmaAssistant()]
 OWN_PREFIXES = ("drafter.", "base.")  # names of this library
 
 
@@ -58,12 +49,14 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
     ours = str(sources[0].config.get("model_type", "")).startswith(MODEL_TYPE_PREFIX)
     if ours or all(key.startswith(OWN_PREFIXES) for key in keys):
         raise ValueError(f"{name!r} is a checkpoint of this library already: load it with AutoModel.from_pretrained.")
-    layout_names = ", ".join(layout.name for layout in LAYOUTS)
     shown = ", ".join(repr(key) for key in sorted(keys)[:3])
-    raise ValueError(
-        f"{name!r} is of no known layout: it has {len(keys)} tensors such as {shown}; known are {layout_names}: "
-        "give one of these; a base without heads needs no conversion, put new heads on it with from_base."
-    )
+    what = f"is of no known layout: it has {len(keys)} tensors such as {shown}"
+    known = ", ".join(layout.name for layout in LAYOUTS)
+    if (kind := sources[0].config.get(KIND)) is not None:
+        what = f"holds a speculator of the kind {kind!r}"
+        known = ", ".join(name for layout in LAYOUTS for name in layout.kinds)
+    advice = "give one of these; a base without heads needs no conversion, put new heads on it with from_base"
+    raise ValueError(f"{name!r} {what}; known are {known}: {advice}.")
 
 
 # What the repositories' own pages name: theirs and the base's, {} standing for each of the sizes.

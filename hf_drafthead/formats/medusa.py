@@ -26,25 +26,22 @@ dropped without medusa_fc_bias.
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.formats.base_tensors import OUTPUT, equal, read_base_tensor
+from hf_drafthead.formats.base_tensors import OUTPUT, read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
-from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, Row, SavedHeads, parts_of, some
+from hf_drafthead.formats.layout import VLLM, Files, Heads, Layout, Loss, Reader, SavedHeads
+from hf_drafthead.formats.tables import NO, YES, Limits, Row, equal, parts_of, some
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.modeling.checkpoint import IN_ANOTHER_LAYOUT
 
 # The draft trees of the original command line, chosen there by words in the model's name.
-TREES = {
-    ("vicuna", "7b"): "medusa_vicuna_7b_stage2",
-    ("vicuna", "13b"): "medusa_vicuna_13b_stage2",
-    ("vicuna", "33b"): "medusa_vicuna_33b_stage2",
-    ("zephyr",): "medusa_zephyr_stage2",
-}
+TREES = ("vicuna_7b", "vicuna_13b", "vicuna_33b", "zephyr")
 
 
 class Medusa(Layout):
@@ -61,6 +58,7 @@ class Medusa(Layout):
     name = "FasterDecoding Medusa"
     family = MedusaForCausalLM
     targets: ClassVar[tuple[str, ...]] = ("medusa", "tgi")
+    limits: ClassVar[Limits] = {"medusa": {"one_block": YES}, "tgi": {"shared_blocks": (0, 1)}}
     block: ClassVar[str] = "{head}.{layer}.linear.{kind}"
     projection: ClassVar[str] = "{head}.{layers}.weight"
     patterns: ClassVar[tuple[str, str]] = (
@@ -99,16 +97,11 @@ class Medusa(Layout):
             joined |= {f"blocks.{layer}.bias": Joined((zeros,), (heads, len(first))) for layer in range(layers)}
             reader.notes.append("the blocks have no bias: they get one of zeros, which is the same.")
         elif config and not (self.biased or config.get("medusa_fc_bias")):
-            reader.notes.append(
-                "config.json lacks medusa_fc_bias, the file has biases: vLLM drops them, here they count."
-            )
-        for name, size in zip(self.sizes, (heads, layers, len(first)), strict=False):
-            reader.note_difference(config, name, size)
+            reader.notes.append("config.json lacks medusa_fc_bias, the file has biases: vLLM drops them, not we.")
+        reader.note_differences(config, **dict(zip(self.sizes, (heads, layers, len(first)), strict=False)))
         tied = (equal(joined[f"blocks.{n}.weight"].parts[head] for n in range(layers)) for head in range(heads))
         if layers > 1 and all(tied):
-            reader.notes.append(
-                f"the {layers} blocks of each head are one block applied {layers} times: every place gets a copy of it."
-            )
+            reader.notes.append(f"the {layers} blocks of each head are one, applied {layers} times: each gets a copy.")
         base = config.get("base_model_name_or_path")
         form = {"num_draft_heads": heads, "num_layers": layers, "share_lm_head": shared}
         return reader.heads(self, form, joined, hidden_size=len(first), vocab_size=vocab_size, base=base, copies=copies)
@@ -119,16 +112,10 @@ class Medusa(Layout):
 
     def table(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None) -> list[Row]:
         """The tensors of heads; without projections of their own if vocab_size is None."""
-        rows = [
-            Row(
-                f"blocks.{layer}.{kind}",
-                [self.block.format(head=head, layer=layer, kind=kind) for head in range(heads)],
-                (hidden_size,) * dimensions,
-                stacked=True,
-            )
-            for layer in range(layers)
-            for kind, dimensions in (("weight", 2), ("bias", 1))
-        ]
+        rows = []
+        for layer, (kind, dimensions) in product(range(layers), (("weight", 2), ("bias", 1))):
+            parts = [self.block.format(head=head, layer=layer, kind=kind) for head in range(heads)]
+            rows.append(Row(f"blocks.{layer}.{kind}", parts, (hidden_size,) * dimensions, stacked=True))
         for head in range(heads if vocab_size else 0):
             name = self.projection.format(head=head, layers=layers)
             rows.append(Row(f"projections.up.{head}.weight", [name], (vocab_size or 0, hidden_size)))
@@ -136,48 +123,24 @@ class Medusa(Layout):
 
     def head_tensors(self, saved: SavedHeads) -> dict[str, Tensor]:
         """Heads of this library under the layout's names."""
-        config, text = saved.config, saved.config.get_text_config()
+        config, text = saved.config, saved.text
         vocab_size = None if config.share_lm_head else text.vocab_size
         rows = self.table(config.num_draft_heads, config.num_layers, text.hidden_size, vocab_size)
         return parts_of(saved.tensors, rows)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config = saved.config
-        if target == "medusa":
-            refuse_untied(saved)
-        if target == "tgi" and config.share_lm_head and config.num_layers != 1:
-            raise Loss(
-                f"its heads have {config.num_layers} blocks and share the base's lm_head, and the server builds heads "
-                "with a shared lm_head of one block only",
-                "train heads with num_layers=1 or with share_lm_head=False",
-            )
         if saved.base is None:
             raise Loss("its config names no base, which the target loads by name", "set base_model_name_or_path")
-        about = {
-            "medusa_num_heads": config.num_draft_heads,
-            "medusa_num_layers": config.num_layers,
-            "base_model_name_or_path": saved.base,
-        }
+        about = dict(zip(self.sizes, (config.num_draft_heads, config.num_layers)))
+        about |= {"base_model_name_or_path": saved.base}
         tensors = self.head_tensors(saved)
         if target == "tgi":
             # The server takes a folder whose config has no `architectures` for Medusa heads.
             launch = "text-generation-launcher --model-id FOLDER; it runs the best guess of every head, without a tree"
-            return Files("medusa_lm_head.safetensors", tensors, about, [launch])
-        if config.share_lm_head:
-            about["version"] = "2"
-        return Files("medusa_lm_head.pt", tensors, about)
-
-
-def refuse_untied(saved: SavedHeads) -> None:
-    """Refuse different blocks for code that builds a head of one block, applied again and again."""
-    layers = saved.config.num_layers
-    for kind in ("weight", "bias"):
-        if not equal(saved.tensors[f"blocks.{layer}.{kind}"] for layer in range(layers)):
-            raise Loss(
-                f"its heads have {layers} different blocks, and the original code applies one block as many times, so "
-                "that only the last one would count",
-                "use --to tgi or --to vllm, or train heads with num_layers=1",
-            )
+            return Files(tensors, about, [launch], "medusa_lm_head.safetensors")
+        about |= {"version": "2"} if config.share_lm_head else {}
+        return Files(tensors, about, weights="medusa_lm_head.pt")
 
 
 class MedusaFull(Medusa):
@@ -185,6 +148,7 @@ class MedusaFull(Medusa):
 
     name = "Medusa 1.0 model"
     targets = ("medusa",)
+    limits: ClassVar[Limits] = {"": {"one_block": YES, "share_lm_head": NO}}
     prefix = "medusa_head."
     holds_base = True
 
@@ -195,21 +159,16 @@ class MedusaFull(Medusa):
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         heads, name = super().read(source, fields), source.name.lower()
         heads.base, heads.base_inside = None, True
-        heads.tree = next((tree for words, tree in TREES.items() if all(word in name for word in words)), heads.tree)
+        known = [tree for tree in TREES if all(word in name for word in tree.split("_"))]
+        heads.tree = f"medusa_{known[0]}_stage2" if known else heads.tree
         return heads
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config = saved.config
-        refuse_untied(saved)
-        if config.share_lm_head:
-            raise Loss(
-                "its heads share the base's lm_head, and Medusa 1.0 models have a projection per head",
-                "train heads with share_lm_head=False, or save the base on its own and name it",
-            )
         base = config.base_config.to_dict()
-        base |= {"medusa_num_heads": config.num_draft_heads, "medusa_num_layers": config.num_layers}
+        base |= dict(zip(self.sizes, (config.num_draft_heads, config.num_layers)))
         heads = {self.prefix + key: tensor for key, tensor in self.head_tensors(saved).items()}
-        return Files("model.safetensors", {**saved.base_tensors, **heads}, base)
+        return Files({**saved.base_tensors, **heads}, base)
 
 
 class MedusaVllm(Medusa):
@@ -217,6 +176,7 @@ class MedusaVllm(Medusa):
 
     name = "vLLM Medusa"
     targets = ("vllm",)
+    limits: ClassVar[Limits] = {}
     block = "blocks.{head}.layers.{layer}.{kind}"
     projection = "lm_heads.{head}.weight"
     patterns = (
@@ -229,14 +189,6 @@ class MedusaVllm(Medusa):
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         return some(self.patterns[0], keys)
 
-    def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
-        if some(r"(medusa_heads\.)?token_map", source.tensors):
-            raise ValueError(
-                f"{source.name!r} guesses over a part of the vocabulary (token_map): Medusa heads here guess over all "
-                "of it, so these cannot be converted."
-            )
-        return super().read(source, fields)
-
     def copies(self, reader: Reader, config: Mapping[str, Any], heads: int) -> dict[str, Tensor]:
         key = next((key for key in ("lm_head.weight", "medusa_heads.lm_head.weight") if key in reader), None)
         if key is None and heads > 1 and config.get("original_lm_head"):
@@ -246,26 +198,16 @@ class MedusaVllm(Medusa):
         return {OUTPUT: reader.drop(key, f"a copy of the base's {OUTPUT}, which all heads share")}
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, text = saved.config, saved.config.get_text_config()
-        about: dict[str, Any] = {
-            "model_type": "medusa",
-            "architectures": ["MedusaModel"],
-            "hidden_size": text.hidden_size,
-            "vocab_size": text.vocab_size,
-            "num_heads": config.num_draft_heads,
-            "num_hidden_layers": config.num_layers,
-            "medusa_fc_bias": True,
-        }
+        config, text = saved.config, saved.text
+        about: dict[str, Any] = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
+        about |= dict(zip(self.sizes, (config.num_draft_heads, config.num_layers, text.hidden_size)))
+        about |= {"vocab_size": text.vocab_size}
         tensors = self.head_tensors(saved)
         if config.share_lm_head:
             about["original_lm_head"] = True
             tensors["lm_head.weight"] = read_base_tensor(saved, OUTPUT)
-        launch = (
-            'vllm serve BASE --speculative-config \'{"method": "medusa", "model": FOLDER, '
-            f'"num_speculative_tokens": {config.num_draft_heads}}}\' with vLLM up to 0.32 (0.33 has no Medusa); it '
-            "runs the best guess of every head, without a tree"
-        )
-        return Files("model.safetensors", tensors, about, [launch])
+        launch = VLLM.format("medusa", config.num_draft_heads)
+        return Files(tensors, about, [f"{launch}; with vLLM up to 0.32 (0.33 has no Medusa)"])
 
 
 class MedusaVllmConfig(PreTrainedConfig):

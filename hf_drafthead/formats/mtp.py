@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, base_tensor, same_values
 from hf_drafthead.formats.disk import read_pickle
 from hf_drafthead.formats.gguf import gguf_blocks
-from hf_drafthead.formats.layout import Loss, renamed
+from hf_drafthead.formats.layout import Loss
+from hf_drafthead.formats.tables import renamed
 from hf_drafthead.modeling.checkpoint import PICKLE, WEIGHTS, fetch_file, map_tensors
 from hf_drafthead.modeling.decoder_layer import one_layer_config, types_of
 from hf_drafthead.modeling.files import in_one_line, read_json
@@ -53,9 +54,8 @@ TOKEN_NORM = {"embedding_norm": "token_layernorm", "hidden_norm": "hidden_layern
 MIMO = _names(OF_MIMO, OF_MIMO, **TOKEN_NORM, fc="input_proj", norm="final_layernorm")
 MLP_NORM = {"body.layer.post_attention_layernorm": "pre_mlp_layernorm"}  # in front of the block, a part of it
 MIMO_V2 = _names(OF_V2, OF_V2, **JOINED, norm="final_layernorm", **MLP_NORM)
-ERNIE = _names(
-    "mtp_block.{i}.", "mtp_", embedding_norm="emb_norm.{i}", hidden_norm="hidden_norm.{i}", fc="linear_proj.{i}"
-)
+NUMBERED = {"embedding_norm": "emb_norm.{i}", "hidden_norm": "hidden_norm.{i}", "fc": "linear_proj.{i}"}
+ERNIE = _names("mtp_block.{i}.", "mtp_", **NUMBERED)
 # Its block is layers of one mixer each, one behind the other; the last one has the norm.
 NEMOTRON = (("norm.", "mtp.layers.{last}.final_layernorm."), *_names("mtp.layers.", "mtp.layers.0.", **JOINED))
 LONGCAT_PARTS = {"norm": "norm", "embed_tokens": "embed_tokens", "body.layer.mlp": "layers.0.transformer_layer.mlp"}
@@ -75,15 +75,9 @@ NAMES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "exaone4", "exaone_moe", "mellum"), QWEN),
 }
 # Whose modules are of another form, which no family here has.
-OTHER_FORMS = {
-    "inkling": "layers without rotary positions",
-    "inkling_text": "layers without rotary positions",
-    "qwen4_exp_text": "hyper-connections",
-    "deepseek_v4": "hyper-connections",
-    "deepseek_v32": "attention that chooses keys by score",
-    "glm_moe_dsa": "attention that chooses keys by score",
-    "glm5_next": "attention that chooses keys by score",
-}
+OTHER_FORMS = dict.fromkeys(("inkling", "inkling_text"), "layers without rotary positions")
+OTHER_FORMS |= dict.fromkeys(("qwen4_exp_text", "deepseek_v4"), "hyper-connections")
+OTHER_FORMS |= dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "glm5_next"), "attention that chooses keys by score")
 ROOT = r"(?:model\.|language_model\.)*"
 BLOCK = "body.layer."  # of a module here
 COPIES = {"embed_tokens.weight": INPUT, "lm_head.weight": OUTPUT}
@@ -93,14 +87,7 @@ BESIDE = ("mtp.safetensors", "mtp.bin")  # files of modules that an index may le
 
 @dataclass(frozen=True)
 class StoredModules:
-    """The modules in a repository: where their tensors lie.
-
-    Attributes:
-        place: folder or Hub id.
-        count: modules.
-        files: by name of the tensor there, the file that holds it.
-        ours: by name of the tensor there, module and name here.
-    """
+    """The modules in a repository: the file that holds each tensor, and by its name there its module and name here."""
 
     place: str
     count: int
@@ -113,41 +100,27 @@ class StoredModules:
         for file in sorted(set(self.files.values())):
             opened = _tensors_of(file)
             stored |= {key: opened[key] for key, holder in self.files.items() if holder == file}
-        scales = {key + end: stored[key + end] for key in stored for end in SCALES if key + end in stored}
-        left_out = {
-            *scales,
-            *(key for key in stored if key.endswith("input_scale")),
-        }  # of activations, not quantized here
-        plain = {key: place for key, place in self.ours.items() if key not in left_out}
-
-        def unpacked(key: str) -> Tensor:
-            scale = next((scales[key + end] for end in SCALES if key + end in scales), None)
-            return self._plain(key, stored[key], scale)
-
-        return by_module(self.count, plain, unpacked)
+        scales = {key: stored[key + end] for key in stored for end in SCALES if key + end in stored}
+        left_out = {key + end for key in scales for end in SCALES}  # and scales of activations, not quantized here
+        plain = {key: at for key, at in self.ours.items() if not (key in left_out or key.endswith("input_scale"))}
+        return by_module(self.count, plain, lambda key: self._plain(key, stored[key], scales.get(key)))
 
     def _plain(self, key: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
-        if scale is not None and scale.dim() < tensor.dim():  # one for all, or for each of the first dimension
-            scale = scale.reshape(scale.shape + (1,) * (tensor.dim() - scale.dim()))
-        if scale is not None:
-            if scale.dim() != tensor.dim() or any(n > size or not n for n, size in zip(scale.shape, tensor.shape)):
-                raise ValueError(
-                    f"{self.place!r} holds {key!r} {list(tensor.shape)} with scales {list(scale.shape)}, which are not "
-                    "those of its blocks, its rows or all of it: download it again."
-                )
-            blocks = [-(-size // count) for size, count in zip(tensor.shape, scale.shape, strict=True)]
-            wide = scale.float()
-            for dim, block in enumerate(blocks):
-                wide = wide.repeat_interleave(block, dim).narrow(dim, 0, tensor.shape[dim])
-            return (tensor.float() * wide).to(torch.bfloat16)
-        if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
-            raise ValueError(
-                f"{self.place!r} holds {key!r} of its module for multi-token prediction in "
-                f"{str(tensor.dtype).removeprefix('torch.')}, of which nothing says how it is unpacked: expected "
-                "bfloat16, float16 or float32, or FP8 with scales; take the module from the repository that this one "
-                "was made of, with modules_from=."
-            )
-        return tensor
+        """The numbers of a tensor, which are packed in eight bits if there is a scale."""
+        packed = f"{self.place!r} holds {key!r} {list(tensor.shape)} of its module for multi-token prediction"
+        if scale is None:
+            if tensor.is_floating_point() and tensor.dtype.itemsize >= 2:
+                return tensor
+            what = f"{str(tensor.dtype).removeprefix('torch.')}, of which nothing says how it is unpacked"
+            raise ValueError(f"{packed} in {what}: take it from the original repository, with modules_from=.")
+        scale = scale.reshape(scale.shape + (1,) * (tensor.dim() - scale.dim()))  # one for all, or for each row
+        if scale.dim() != tensor.dim() or any(n > size or not n for n, size in zip(scale.shape, tensor.shape)):
+            what = f"with scales {list(scale.shape)}, which are not those of its blocks, its rows or all of it"
+            raise ValueError(f"{packed} {what}: download it again.")
+        wide = scale.float()
+        for dim, (size, count) in enumerate(zip(tensor.shape, scale.shape, strict=True)):
+            wide = wide.repeat_interleave(-(-size // count), dim).narrow(dim, 0, size)
+        return (tensor.float() * wide).to(torch.bfloat16)
 
 
 def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> StoredModules | None:
@@ -163,10 +136,8 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
     if not kind.rotary and own_block(text, kind) is None:
         form = f"the layers {text.mtp_layers_block_type}, of which its config counts {modules_counted(text)}"
     if form is not None:
-        raise ValueError(
-            f"{place!r} has modules for multi-token prediction with {form}, which are not known here: train heads of "
-            "another family for it."
-        )
+        what = f"has modules for multi-token prediction with {form}, which are not known here"
+        raise ValueError(f"{place!r} {what}: train heads of another family for it.")
     count, ours = indexed
     files = {}
     for key in ours:
@@ -188,16 +159,14 @@ def modules_in(
     for names in only or (NAMES.get(text.model_type, DEEPSEEK), DEEPSEEK, QWEN, MIMO, MIMO_V2, ERNIE):
         if modules := dict(_modules_named(keys, names, text.num_hidden_layers)):
             if missing := sorted(set(range(max(modules))) - set(modules)):
-                raise ValueError(
-                    f"of the modules for multi-token prediction number {missing[0]} is missing, and number "
-                    f"{max(modules)} is there: the files are not complete, download them again."
-                )
-            return len(modules), {
-                key: (index, name)
+                what = f"number {missing[0]} is missing, and number {max(modules)} is there"
+                raise ValueError(f"of the modules for multi-token prediction {what}: download them again.")
+            theirs = {
+                index: [(root + _of_module(there, index, text), ours) for ours, there in names]
                 for index, root in modules.items()
-                for key in keys
-                if (name := _name_here(key, names, root, index, text)) is not None
             }
+            found = [(key, index, renamed(key, theirs[index])) for index in modules for key in keys]
+            return len(modules), {key: (index, name) for key, index, name in found if name is not None}
     return None
 
 
@@ -260,27 +229,16 @@ def _of_module(theirs: str, index: int, text: PreTrainedConfig) -> str:
     return theirs.format(i=index, layer=text.num_hidden_layers + index, last=last)
 
 
-def _name_here(key: str, names: Names, root: str, index: int, text: PreTrainedConfig) -> str | None:
-    """What a tensor of a module is called here; None if it is of another."""
-    for ours, theirs in names:
-        prefix = root + _of_module(theirs, index, text)
-        if key.startswith(prefix):
-            return ours + key.removeprefix(prefix)
-    return None
-
-
 def as_here(config: MtpConfig, modules: Sequence[Mapping[str, Tensor]], place: str) -> dict[str, Tensor]:
     """The drafter's tensors, of modules at a place whose blocks have the names of the base's files."""
     drafter_tensors = {}
     for index, tensors in enumerate(modules):
-        outside = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
+        module = {name: tensor for name, tensor in tensors.items() if not name.startswith(BLOCK)}
         inside = {name.removeprefix(BLOCK): tensor for name, tensor in tensors.items() if name.startswith(BLOCK)}
-        if (shared := outside.pop("embed_tokens.weight", None)) is not None:
-            drafter_tensors["embed_tokens.weight"] = shared
-        drafter_tensors |= {f"mtp.{index}.{name}": tensor for name, tensor in outside.items()}
-        drafter_tensors |= {
-            f"mtp.{index}.{BLOCK}{name}": tensor for name, tensor in block_as_here(config, inside, place).items()
-        }
+        module |= {f"{BLOCK}{name}": tensor for name, tensor in block_as_here(config, inside, place).items()}
+        if "embed_tokens.weight" in module:
+            drafter_tensors["embed_tokens.weight"] = module.pop("embed_tokens.weight")
+        drafter_tensors |= {f"mtp.{index}.{name}": tensor for name, tensor in module.items()}
     return drafter_tensors
 
 
@@ -295,16 +253,12 @@ def block_as_here(config: MtpConfig, tensors: Mapping[str, Tensor], place: str) 
     try:
         model, info = model_class.from_pretrained(None, config=small, state_dict=whole, output_loading_info=True)
     except RuntimeError as error:  # of shapes
-        raise ValueError(
-            f"{place!r} has a module whose block is no {small.model_type!r} layer of the base's sizes "
-            f"({in_one_line(error)}): get it again."
-        ) from error
+        what = f"a module whose block is no {small.model_type!r} layer of the base's sizes ({in_one_line(error)})"
+        raise ValueError(f"{place!r} has {what}: get it again.") from error
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if wrong := sorted(str(key).removeprefix(layer) for key in info[kind]):
-            raise ValueError(
-                f"{place!r} has a module for multi-token prediction whose block has {kind.replace('_', ' ')} "
-                f"{wrong[:3]} for a {small.model_type!r} layer of the base's sizes: download it again."
-            )
+            what = f"a module for multi-token prediction whose block has {kind.replace('_', ' ')} {wrong[:3]}"
+            raise ValueError(f"{place!r} has {what} for a {small.model_type!r} layer of its base: download it again.")
     return {name.removeprefix(layer): tensor for name, tensor in model.state_dict().items() if name.startswith(layer)}
 
 
@@ -366,19 +320,9 @@ def own_modules(
 ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
     """The modules of a base in a repository: fields of the config, and the drafter's tensors.
 
-    None if it has none, and the base's config counts none. Copies of the base's embeddings and lm_head are dropped.
-
-    Args:
-        config: of a drafter on the base.
-        base: the base itself.
-        place: folder or Hub id.
-        hub: keyword arguments of every download.
-        required: there have to be some.
-
-    Raises:
-        OSError: a file is missing or cannot be read.
-        ValueError: there are none though there should be, a form or a type that is not known here, or tensors that do
-            not fit the base.
+    None if it has none, the base's config counts none, and none is `required`. Copies of the base's embeddings and
+    lm_head are dropped. OSError: a file is missing or cannot be read; ValueError: there are none though there should
+    be, a form or a type that is not known here, or tensors that do not fit the base.
     """
     stored = _stored(config, place, hub)
     if stored is None:
@@ -386,21 +330,18 @@ def own_modules(
         if not counted and not required:
             return None
         note = f", though its config counts {counted}" if counted else ""
-        raise ValueError(
-            f"{place!r} holds no module for multi-token prediction{note}: merging, quantizing and save_pretrained lose "
-            "them; take them from the original repository with "
-            f"modules_from={named_base(place, hub) or 'ORIGINAL'!r}, or train fresh ones with modules_from=False."
-        )
-    modules = stored
+        what = f"no module for multi-token prediction{note}: merging, quantizing and save_pretrained lose them"
+        advice = f"take them from the original repository with modules_from={named_base(place, hub) or 'ORIGINAL'!r}"
+        raise ValueError(f"{place!r} holds {what}; {advice}, or train fresh ones with modules_from=False.")
     for name, which in COPIES.items():
-        original = base_tensor(base, which)
-        if all(original is not None and same_values(module[name], original) for module in modules if name in module):
-            for module in modules:
+        own = base_tensor(base, which)
+        if all(own is not None and same_values(module[name], own) for module in stored if name in module):
+            for module in stored:
                 module.pop(name, None)
-    fields, kind = form_of(modules), config.get_text_config().model_type
+    fields, kind = form_of(stored), config.get_text_config().model_type
     if kind in NAMES and MTP_KINDS.get(kind, MtpKind()).output_norm and not fields["output_norm"]:
         raise ValueError(f"{place!r} has modules without the norm behind their block: download it again.")
-    return fields, as_here(config, modules, place)
+    return fields, as_here(config, stored, place)
 
 
 def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[str, Tensor]] | None:
@@ -413,9 +354,7 @@ def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[
         return None if stored is None else stored.tensors()
     tensors = gguf_blocks(folder, file, text.num_hidden_layers, hub)
     named = modules_in(tensors, text, DEEPSEEK)
-    if named is None:
-        return None
-    return by_module(*named, tensors.__getitem__)
+    return None if named is None else by_module(*named, tensors.__getitem__)
 
 
 def named_base(place: str, hub: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ The first is a part of the base's repository beside the base's config.json, whic
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -18,10 +18,14 @@ from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.eagle import COPIES_OF_BASE
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads
 from hf_drafthead.formats.mtp import MIMO, NAMES, NEMOTRON, QWEN, as_here, as_stored, by_module, form_of, modules_in
-from hf_drafthead.formats.speculators import KIND, VERSION, speculators_config, verifier_of
+from hf_drafthead.formats.speculators import speculator, verifier_of
+from hf_drafthead.formats.tables import NO, Limits
 from hf_drafthead.modeling.decoder_layer import types_of
 from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind, own_block
 
+ONE_MODULE = {"num_modules": (1,), "block_layers": (1,)}
+PLACE = "put the file into a copy of the base's repository, as mtp.safetensors, and its names into "
+PLACE += "model.safetensors.index.json: engines read modules from there."
 SERVED = 'vllm serve BASE --speculative-config \'{{"method": "mtp", "num_speculative_tokens": {}}}\''
 
 
@@ -46,54 +50,36 @@ class BaseModules(Layout):
         return heads_of(self, reader, MtpConfig(base_config=base, **form), modules, form)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, text = saved.config, saved.config.get_text_config()
+        config, text = saved.config, saved.text
         kind, names = MTP_KINDS.get(text.model_type, MtpKind()), NAMES.get(text.model_type)
         if names is None:
-            raise Loss(
-                f"a {text.model_type!r} base has no modules of its own, and so no names for them",
-                "export it as speculators",
-            )
+            what = f"a {text.model_type!r} base has no modules of its own, and so no names for them"
+            raise Loss(what, "export it as speculators")
         block, own = own_block(text, kind), config.own_layer
         alike = block is not None and (own.model_type, types_of(own)) == (block.model_type, types_of(block))
         if bool(config.hidden_first) != kind.hidden_first or not alike:
-            raise Loss(
-                "its modules are not of the form that this base has", "train it without hidden_first=, layer_config="
-            )
-        inner = (
-            ""
-            if names in (QWEN, NEMOTRON)
-            else "model."
-            if config.base_config.model_type == text.model_type
-            else "model.language_model."
-        )
-        tensors = as_stored(config, saved.tensors, names, inner)
-        about = config.base_config.to_dict()
-        notes = [
-            "put the file into a copy of the base's repository, as mtp.safetensors, and its names into "
-            "model.safetensors.index.json: engines read modules from there.",
-            SERVED.format(config.num_modules),
-        ]
-        return Files("model.safetensors", tensors, about, notes)
+            advice = "train it without hidden_first=, layer_config="
+            raise Loss("its modules are not of the form that this base has", advice)
+        root = "model." if config.base_config.model_type == text.model_type else "model.language_model."
+        tensors = as_stored(config, saved.tensors, names, "" if names in (QWEN, NEMOTRON) else root)
+        return Files(tensors, config.base_config.to_dict(), [PLACE, SERVED.format(config.num_modules)])
 
 
 class SpeculatorsMtp(Layout):
     """One module as the speculators library saves it."""
 
     name = "speculators (mtp)"
+    kinds = ("mtp",)
     family = MtpForCausalLM
     targets = ("speculators",)
-
-    def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
-        return config.get(KIND) == "mtp"
+    limits: ClassVar[Limits] = {"": ONE_MODULE | dict.fromkeys(("hidden_first", "own_embeddings", "own_lm_heads"), NO)}
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config
         layer = text_config_of(config.get("transformer_layer_config") or {})
         if layer is None:
-            raise ValueError(
-                f"{source.name!r} has no transformer_layer_config of a model that transformers knows: correct "
-                "config.json."
-            )
+            what = "has no transformer_layer_config of a model that transformers knows"
+            raise ValueError(f"{source.name!r} {what}: correct config.json.")
         copies = reader.copies(COPIES_OF_BASE)
         _, ours = modules_in(source.tensors, layer, MIMO) or (0, {})
         module = {name: reader.take(key) for key, (_, name) in ours.items()}
@@ -102,25 +88,12 @@ class SpeculatorsMtp(Layout):
         return heads_of(self, reader, MtpConfig(base_config=layer, **form), [module], form, **more)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, text = saved.config, saved.config.get_text_config()
-        several = config.num_modules != 1 or len(types_of(config.own_layer)) > 1
-        if several or config.hidden_first or config.own_embeddings or config.own_lm_heads:
-            raise Loss(
-                "it has several modules or layers, [hidden; embedding], or embeddings or a lm_head of its own, and the "
-                "target one layer, embedding first, on those of the base",
-                "export it under the base's names (--to base)",
-            )
+        config, text = saved.config, saved.text
         tensors = as_stored(config, saved.tensors, MIMO, "")
         tensors |= {name: read_base_tensor(saved, which) for name, which in COPIES_OF_BASE.items()}
-        about = {
-            KIND: "mtp",
-            "speculators_version": VERSION,
-            "architectures": ["MTPDraftModel"],
-            "num_nextn_predict_layers": 1,
-            "transformer_layer_config": {**text.to_dict(), "model_type": text.model_type},
-            "speculators_config": speculators_config(saved, "mtp", config.num_draft_heads),
-        }
-        return Files("model.safetensors", tensors, about, ["vllm serve FOLDER starts the base with the module."])
+        layer = {**text.to_dict(), "model_type": text.model_type}
+        about = speculator(saved, "mtp", "MTPDraftModel", layer) | {"num_nextn_predict_layers": 1}
+        return Files(tensors, about, ["vllm serve FOLDER starts the base with the module."])
 
 
 def text_config_of(fields: Mapping[str, Any]) -> PreTrainedConfig | None:

@@ -221,7 +221,7 @@ def test_a_state_dict_in_an_envelope_is_read(place):
         (
             EAGLE,
             lambda tensors: tensors.update({"layers.0.input_layernorm.weight": torch.ones(64)}),
-            "'...' has 'layers.0.input_layernorm.weight': the first layer of EAGLE heads has no norm...",
+            "'...' has 'layers.0.input_layernorm.weight', a norm before attention, which no EAGLE head has...",
         ),
         (
             EAGLE,
@@ -231,7 +231,7 @@ def test_a_state_dict_in_an_envelope_is_read(place):
         (
             MEDUSA,
             lambda tensors: tensors["1.0.linear.weight"][3].fill_(float("nan")),
-            "'...' holds NaN or infinity in '1.0.linear.weight' and 0 more tensor(s), as after a training that...",
+            "'...' holds NaN or infinity in '1.0.linear.weight' and 0 more tensor(s), as after an overflow or...",
         ),
         (
             EAGLE,
@@ -256,7 +256,7 @@ def test_heads_and_config_that_disagree_are_converted_and_told(place):
         (HYDRA, {"hydra_num_layers": 4}, "config.json says hydra_num_layers 4, the tensors have 1: the tensors are..."),
         (HYDRA, {"hydra_head_arch": "mlp"}, "config.json says hydra_head_arch 'mlp', the tensors have 'prefix-mlp'..."),
         (HYDRA, {"grounded_heads": False}, "config.json says grounded_heads False, the tensors have True: the..."),
-        (EAGLE, {"bias": False}, "config.json says bias False, the file has one: the tensors are right."),
+        (EAGLE, {"bias": False}, "config.json says bias False, the tensors have True: the tensors are right."),
         (EAGLE, {"intermediate_size": 99}, "config.json says intermediate_size 99, the tensors have 128: the..."),
         (EAGLE, {"num_key_value_heads": 2}, "config.json says num_key_value_heads 2, the tensors have 4: the..."),
     ],
@@ -284,7 +284,7 @@ def test_attention_that_does_not_divide(place, golden_folder):
 def test_a_layer_without_a_config(place, golden_folder):
     folder = place(EAGLE)
     (folder / "config.json").unlink()
-    with refused(ValueError, "'...' has no config.json that says num_attention_heads: tensors do not tell into how..."):
+    with refused(ValueError, "'...' has no config.json that says num_attention_heads, which tensors do not tell..."):
         convert_checkpoint(folder, base_model=golden_folder)
 
 
@@ -298,8 +298,8 @@ def test_a_config_that_is_no_json(place):
 def test_a_base_that_nobody_names(place, tmp_path):
     folder = place(EAGLE)
     message = (
-        "'...' does not say which base its heads were trained for: give its id or path (base_model=, on the command "
-        "line --base)."
+        "'...' does not say which base its heads were trained for: give the base that they were trained for "
+        "(base_model=, on the command line --base)."
     )
     with refused(ValueError, message):
         convert_checkpoint(folder, tmp_path / "new")
@@ -344,7 +344,7 @@ def test_embeddings_of_another_base(place, golden_folder, golden):
         tensors[name] = tensors[name] + 0.01
 
     folder = place(golden, shift)
-    message = "'...' holds input embeddings that are not those of the base '...': its heads were trained for another..."
+    message = "'...' holds input embeddings that are not those of the base '...', as heads for another base do: give..."
     with refused(ValueError, message):
         convert_checkpoint(folder, base_model=golden_folder)
     with refused(ValueError, message):
@@ -446,27 +446,27 @@ REFUSED = [
     (
         Family("untied medusa", MedusaForCausalLM, {"num_layers": 2}),
         "medusa",
-        "its heads have 2 different blocks, and...",
+        "its one_block is False, and the target has a place for True alone; use --to tgi or vllm.",
     ),
     (
         Family("medusa, shared, 2 blocks", MedusaForCausalLM, {"num_layers": 2, "share_lm_head": True}),
         "tgi",
-        "its heads have 2 blocks and share the base's lm_head, and the server builds heads with a shared lm_head of...",
+        "its shared_blocks is 2, and the target has a place for 0 or 1 alone; use --to vllm.",
     ),
     (
         Family("untied hydra", HydraForCausalLM, {"num_layers": 3}),
         "hydra",
-        "its heads have 2 different blocks behind the first, and the original code applies one block as many times...",
+        "its one_block is False, and the target has a place for True alone; train it otherwise.",
     ),
     (
         Family("hydra, shared", HydraForCausalLM, {"share_lm_head": True}),
         "hydra",
-        "its heads share the base's lm_head, and the layout has a projection per head...",
+        "its share_lm_head is True, and the target has a place for False alone; train it with share_lm_head False.",
     ),
     (
         Family("hydra, other layer", HydraForCausalLM, {"prefix_layer": True, "layer_config": tiny_base().config}),
         "hydra",
-        "its prefix layer is of another kind than the base's (layer_config), and the original builds it from the...",
+        "its layer_config is ..., and the target has a place for None alone; train it with...",
     ),
     (
         Family("eagle, bias", EagleForCausalLM, {"fc_bias": True}),
@@ -476,17 +476,17 @@ REFUSED = [
     (
         Family("eagle, two states", EagleForCausalLM, {"feature_layers": [1, 2]}),
         "eagle",
-        "it reads the hidden states [1, 2] of the base, and the target the last one; train it with...",
+        "its feature_layers is [1, 2], and the target has a place for [-1] alone; train it with feature_layers [-1].",
     ),
     (
         Family("eagle, qwen3", EagleForCausalLM, {"layer_config": tiny_base("qwen3").config}),
         "sglang",
-        "its layer is that of a 'qwen3' model, and the target builds a Llama's; train it with...",
+        "its layer_model_type is 'qwen3', and the target has a place for 'llama' or 'mistral' or 'qwen2' alone...",
     ),
     (
         Family("eagle, qwen2", EagleForCausalLM, {"layer_config": tiny_base("qwen2").config}),
         "sglang",
-        "its layer has biases on projections where the target has none, and would drop them; train it with...",
+        "its biases_in_layers is True, and the target has a place for False alone; use --to eagle or vllm.",
     ),
 ]
 

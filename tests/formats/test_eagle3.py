@@ -128,7 +128,7 @@ WITHOUT_AUXILIARY = [
 @pytest.mark.parametrize("joined", [True, False], ids=["with fc", "without fc"])
 def test_a_head_without_auxiliary_states_is_refused(layout, about, joined, write, base_folder):
     folder = write(layout, None if joined else lambda tensors: tensors.pop("fc.weight"), **about)
-    with refused("... says ..._aux_hidden_state...: EAGLE-3 heads here read the inputs of layers...feature_layers=..."):
+    with refused("... says ..._aux_hidden_state...: EAGLE-3 heads here read inputs of layers...feature_layers=..."):
         convert_checkpoint(folder, base_model=base_folder)
 
 
@@ -161,8 +161,8 @@ def test_layer_numbers_of_specforge_and_sglang_are_one_less(write, base_folder):
 def test_layer_numbers_that_mean_two_things_are_refused(write, base_folder):
     folder = write("specforge", **{IDS: [2, 4, 5]})
     with refused(
-        "'...' reads the layers [2, 4, 5] (eagle_aux_hidden_state_layer_ids), which are the inputs of these for vLLM, "
-        "and of [3, 5, 6] for SGLang and SpecForge: say which by feature_layers=[2, 4, 5] or feature_layers=[3, 5, 6] "
+        "'...' reads the layers [2, 4, 5] (eagle_aux_hidden_state_layer_ids), the inputs of these for vLLM, "
+        "of [3, 5, 6] for SGLang and SpecForge: say which by feature_layers=[2, 4, 5] or feature_layers=[3, 5, 6] "
         "(on the command line --set)."
     ):
         convert_checkpoint(folder, base_model=base_folder)
@@ -178,9 +178,7 @@ def test_layer_numbers_of_speculators_are_as_here(write):
 
 def test_norm_output_that_means_two_things_is_refused(write, base_folder):
     folder = write("specforge", norm_output=True)
-    with refused(
-        "'...' has norm_output in its config.json, which has SGLang and vLLM feed the normed output back, ..."
-    ):
+    with refused("'...' has norm_output in its config.json, by which SGLang and vLLM feed the normed output back, ..."):
         convert_checkpoint(folder, base_model=base_folder)
     for meant in (True, False):
         report = convert_checkpoint(folder, base_model=base_folder, fields={"norm_output": meant})
@@ -198,8 +196,7 @@ def test_a_missing_norm_before_residual_is_refused(write):
 
 def test_other_speculators_are_refused(write):
     with refused(
-        "'...' holds a speculator of the kind 'xpress', which has no family here: expected 'eagle3', 'mtp', 'dflash', "
-        "'dspark', 'dflash2', 'peagle'."
+        "'...' holds a speculator of the kind 'xpress'; known are eagle3, peagle, mtp, dflash, dspark, dflash2: give..."
     ):
         convert_checkpoint(write("speculators", speculators_model_type="xpress"))
 
@@ -223,7 +220,7 @@ def test_a_sliding_window_is_kept(write, tmp_path):
     report = convert_checkpoint(tmp_path / "theirs", tmp_path / "again")
     assert report.fields["layer_config"]["sliding_window"] == 16
     with refused(
-        "'...' cannot be written as 'vllm': its layer sees 16 positions, and the target's all of them; use..."
+        "'...' cannot be written as 'vllm': its window is 16, and the target has a place for None alone; use..."
     ):
         export_checkpoint(tmp_path / "new", tmp_path / "other", "vllm")
 
@@ -235,24 +232,6 @@ def lose(*names):
     return lambda tensors: [tensors.pop(name) for name in names]
 
 
-def test_a_lost_d2t_is_never_filled_with_zeros(write, base_folder):
-    with refused(
-        "'...' has lost its d2t: nothing says which 48 of 128 tokens it guesses among, get a file that has it."
-    ):
-        convert_checkpoint(write(change=lose("d2t", "t2d")), base_model=base_folder)
-
-
-def test_a_d2t_of_zeros_is_taken_for_lost(write, base_folder):
-    def zero(tensors):
-        tensors["d2t"] = torch.zeros_like(tensors["d2t"])
-        del tensors["t2d"]
-
-    with refused(
-        "'...' has a d2t of zeros for a draft vocabulary of 48 among 128 tokens, as a lost one is filled: ..."
-    ):
-        convert_checkpoint(write(change=zero), base_model=base_folder)
-
-
 def test_a_lost_d2t_is_read_from_t2d(write, base_folder, tmp_path):
     report = convert_checkpoint(write(change=lose("d2t")), tmp_path / "new", base_model=base_folder)
     assert report.notes == ["the file has no d2t: the draft vocabulary is what t2d marks, in ascending order."]
@@ -260,14 +239,27 @@ def test_a_lost_d2t_is_read_from_t2d(write, base_folder, tmp_path):
     assert torch.equal(found, original_tensors()["d2t"] + torch.arange(48))
 
 
-@pytest.mark.parametrize("place, value", [(3, -100), (3, 1000), (5, None)], ids=["negative", "beyond", "twice"])
-def test_a_damaged_d2t_is_refused(write, base_folder, place, value):
-    def damage(tensors):
+def zero(tensors):
+    tensors["d2t"] = torch.zeros_like(tensors["d2t"])
+    del tensors["t2d"]
+
+
+def damage(place, value):
+    def change(tensors):
         tokens = tensors["d2t"] + torch.arange(48)
         tensors["d2t"][place] = tokens[0] - place if value is None else value
 
-    with refused("'...' has a d2t that does not name 48 different tokens of 128 that t2d marks: it is damaged, get..."):
-        convert_checkpoint(write(change=damage), base_model=base_folder)
+    return change
+
+
+NO_VOCABULARY = {"lost": lose("d2t", "t2d"), "of zeros, as lost ones are filled": zero}
+NO_VOCABULARY |= {"negative": damage(3, -100), "beyond": damage(3, 1000), "twice": damage(5, None)}
+
+
+@pytest.mark.parametrize("change", NO_VOCABULARY.values(), ids=NO_VOCABULARY)
+def test_a_lost_or_damaged_d2t_is_refused(write, base_folder, change):
+    with refused("'...' has no d2t (and t2d) that names 48 of 128 tokens: it is damaged or lost, get the file again."):
+        convert_checkpoint(write(change=change), base_model=base_folder)
 
 
 def test_features_that_do_not_fit(write, base_folder):
@@ -283,76 +275,28 @@ def test_features_that_do_not_fit(write, base_folder):
 # ---- what a target would run wrongly --------------------------------------------------------------------------------
 
 SMALL = {"draft_vocab_size": 50}
-REFUSED = {
-    "sglang, normed residual": (
-        "sglang",
-        {"norm_before_residual": True},
-        "the target has no norm_before_residual and...",
-    ),
-    "eagle3, normed residual": (
-        "eagle3",
-        {"norm_before_residual": True},
-        "the target has no norm_before_residual and...",
-    ),
-    "eagle3, norm_output": (
-        "eagle3",
-        {"norm_output": True},
-        "the original code has no norm_output and leaves it out...",
-    ),
-    "eagle3, fc_norm": ("eagle3", {"fc_norm": True}, "the original code has no fc_norm and leaves it out..."),
-    "eagle3, other layers": (
-        "eagle3",
-        {"feature_layers": [1, 3, 6]},
-        "it reads the layers [1, 3, 6] of the base, and...",
-    ),
-    "sglang, embeddings read": (
-        "sglang",
-        {"feature_layers": [0, 3, 6]},
-        "it reads the embeddings (feature layer 0)...",
-    ),
-    "sglang, five layers": (
-        "sglang",
-        {"feature_layers": [1, 2, 3, 4, 5]},
-        "it reads 5 hidden states, and the target...",
-    ),
-    "vllm, descending": (
-        "vllm",
-        {"feature_layers": [6, 4, 2]},
-        "it reads the layers [6, 4, 2], and engines sort them...",
-    ),
-    "vllm, fc bias": ("vllm", {"fc_bias": True}, "fc has a bias, which the target drops or gives to attention too..."),
-    "speculators, fc bias": ("speculators", {"fc_bias": True}, "fc has a bias, and the target builds it without..."),
-    "sglang, two layers": ("sglang", {"num_layers": 2}, "it has 2 layers, and the target runs one..."),
-    "vllm, qwen3": (
-        "vllm",
-        {"layer_config": tiny_base("qwen3").config},
-        "its layer is that of a 'qwen3' model, and...",
-    ),
-    "sglang, own embeddings": (
-        "sglang",
-        {"own_embeddings": True},
-        "it has embeddings of its own, in the place of which...",
-    ),
-    "eagle3, wide heads": (
-        "eagle3",
-        {
-            "layer_config": LlamaConfig(
-                hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=16
-            )
-        },
-        "its 4 attention heads are 16 wide, and the original code divides the hidden size 32 by their number...",
-    ),
-    "speculators, width": (
-        "speculators",
-        {
-            "own_embeddings": True,
-            "layer_config": LlamaConfig(
-                hidden_size=16, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=4
-            ),
-        },
-        "it is 16 wide and its base 32, and the target takes them for alike...",
-    ),
-}
+WIDE, SMALL_LAYER = (
+    LlamaConfig(
+        hidden_size=width, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=head_dim
+    )
+    for width, head_dim in ((32, 16), (16, 4))
+)
+REFUSED = [  # a target, fields of heads, and the one that it has no place for
+    ("sglang", {"norm_before_residual": True}, "norm_before_residual is True"),
+    ("eagle3", {"norm_before_residual": True}, "norm_before_residual is True"),
+    ("eagle3", {"norm_output": True}, "norm_output is True"),
+    ("eagle3", {"fc_norm": True}, "fc_norm is True"),
+    ("eagle3", {"feature_layers": [1, 3, 6]}, "reads_as_published is False"),
+    ("sglang", {"feature_layers": [0, 3, 6]}, "reads_embeddings is True"),
+    ("sglang", {"feature_layers": [1, 2, 3, 4, 5]}, "feature_count is 5"),
+    ("vllm", {"feature_layers": [6, 4, 2]}, "reads_in_order is False"),
+    ("vllm", {"fc_bias": True}, "fc_bias is True"),
+    ("speculators", {"fc_bias": True}, "fc_bias is True"),
+    ("sglang", {"num_layers": 2}, "num_layers is 2"),
+    ("vllm", {"layer_config": tiny_base("qwen3").config}, "layer_model_type is 'qwen3'"),
+    ("eagle3", {"layer_config": WIDE}, "heads_fill_width is False"),
+    ("speculators", {"own_embeddings": True, "layer_config": SMALL_LAYER}, "as_wide_as_base is False"),
+]
 
 
 @pytest.fixture
@@ -363,11 +307,17 @@ def base(tmp_path):
     return base
 
 
-@pytest.mark.parametrize("to, fields, why", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("to, fields, why", REFUSED, ids=[f"{to}, {why}" for to, _, why in REFUSED])
 def test_what_a_target_would_run_wrongly_is_refused(base, tmp_path, to, fields, why):
     Family("eagle3", Eagle3ForCausalLM, SMALL | fields).build(base).save_pretrained(tmp_path / "ours")
-    with refused(f"'...ours' cannot be written as '{to}': {why}"):
+    with refused(f"'...ours' cannot be written as '{to}': its {why}, and the target has a place for ... alone; ..."):
         export_checkpoint(tmp_path / "ours", tmp_path / "theirs", to)
+
+
+def test_embeddings_that_are_not_the_base_s_are_not_left_to_sglang(base, tmp_path):
+    model = Family("eagle3", Eagle3ForCausalLM, SMALL | {"own_embeddings": True}).build(base)
+    with refused("...cannot be written as 'sglang': it has embeddings of its own, in the place of which..."):
+        export_checkpoint(model, tmp_path / "theirs", "sglang")
 
 
 def test_embeddings_that_are_the_base_s_are_left_to_sglang(base, tmp_path):
@@ -469,5 +419,5 @@ def test_a_draft_without_an_lm_head_uses_the_base_s(write, base_folder, tmp_path
     outs = [model.generate(ids, max_new_tokens=20, return_dict_in_generate=True) for model in (own, shared)]
     assert torch.equal(outs[0].sequences, outs[1].sequences)
     assert torch.equal(outs[0].accepted_lengths, outs[1].accepted_lengths)
-    with refused("...cannot be written as 'sglang': it has no lm_head of its own...train with share_lm_head=False."):
+    with refused("...cannot be written as 'sglang': its share_lm_head is True...train it with share_lm_head False."):
         export_checkpoint(tmp_path / "shared", tmp_path / "out", "sglang")

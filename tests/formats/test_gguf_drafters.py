@@ -161,7 +161,7 @@ def test_an_eagle3_head_is_that_of_the_safetensors(layers, tmp_path):
 
 
 REFUSED = {
-    "a fork": ({"kind": "dflash-draft"}, "has the architecture 'dflash-draft': of drafters in GGUF files those of"),
+    "a fork": ({"kind": "dflash-draft"}, "has the architecture 'dflash-draft': of drafters in GGUF files 'dflash'"),
     "another fork": ({"kind": "dspark"}, "has the architecture 'dspark'"),
     "a key": ({"gate": 2.5}, "says dflash.gate 2.5 in its config.json"),
     "a part of a head": ({"rope.dimension_count": 8}, "says partial_rotary_factor 0.5"),

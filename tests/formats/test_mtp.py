@@ -264,7 +264,7 @@ def test_fp8_is_unpacked_by_its_scales(block, glm):
 def test_packed_modules_without_scales_are_refused(dtype, glm):
     name = "model.layers.2.self_attn.q_proj.weight"
     edit(glm, lambda tensors: {**tensors, name: tensors[name].to(dtype)})
-    with pytest.raises(ValueError, match=f"holds {name!r} of its module .* of which nothing says how it is unpacked"):
+    with pytest.raises(ValueError, match=f"holds {name!r} .* of which nothing says how it is unpacked"):
         MtpForCausalLM.from_base(glm)
 
 
@@ -405,7 +405,7 @@ def test_a_gguf_file_whose_module_is_not_known_is_refused(tmp_path):
     with pytest.raises(ValueError, match="a module for multi-token prediction of the architecture 'deepseek2': known"):
         MtpForCausalLM.from_base(base, modules_from=tmp_path / "other.gguf")
     write_gguf_module(tmp_path / "more.gguf", model, "qwen35", ssm_a=torch.zeros(1))
-    with pytest.raises(ValueError, match=r"has 'blk.4.ssm_a.weight', which is not known here: get it again"):
+    with pytest.raises(ValueError, match=r"has 'blk.4.ssm_a.weight', which is not known here"):
         MtpForCausalLM.from_base(base, modules_from=tmp_path / "more.gguf")
     (tmp_path / "cut.gguf").write_bytes((tmp_path / "more.gguf").read_bytes()[:200])
     with pytest.raises(OSError, match="the GGUF file .*cut.gguf' cannot be read"):
