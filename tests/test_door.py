@@ -111,7 +111,7 @@ SAMPLES = {
     "ModelOpt's window": sample(DFlashForCausalLM, DFLASH, use_swa=True, swa_window_size=6, is_causal=False),
     "MiMo-V2.5": sample("says partial_rotary_factor 0.5", DFLASH, partial_rotary_factor=0.5, attention_value_scale=0.6),
     "Nemotron-3.5-DSpark": sample("says attention_sink_bias True", DSPARK, attention_sink_bias=True),
-    "Nemotron-3.5-DFlash": sample("does not say block_size, .*num_draft_heads=", DFLASH, block_size=None, **IDS_THRICE),
+    "Nemotron-3.5-DFlash": sample("does not say block_size, .*num_draft_heads=", DFLASH, **IDS_THRICE),
     "DeepSeek-V4-DSpark": sample("reads the output of the base's last layer", DSPARK, target_layer_ids=[2, 3]),
     "Domino": sample("is Domino, which", DFLASH, (), {"projector_type": "domino"}, architectures=["DominoDraftModel"]),
     "Muse-Glimmer's assistant": sample("says model_type 'muse_g", DFLASH, model_type="muse_glimmer_assistant"),
