@@ -23,8 +23,8 @@ from hf_drafthead.modeling.checkpoint import (
     fetch_file,
     is_missing_folder,
     read_heads_config,
-    refuse_unasked,
     weights_in,
+    why_missing,
 )
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, from_base
@@ -128,9 +128,11 @@ def _of_config(name: str, config: Mapping[str, Any], hub: Mapping[str, Any]) -> 
         in_gguf = sorted(str(file) for file in Path(name).glob("*.gguf")) if os.path.isdir(name) else []
         if len(in_gguf) == 1:
             return recognize(in_gguf[0], hub)
-        refuse_unasked(name, [CONFIG], hub)
+        why = why_missing(name, CONFIG, hub)
         several = f"; it holds {len(in_gguf)} GGUF files, such as {in_gguf[0]!r}: give one of them" if in_gguf else ""
-        raise OSError(f"{name!r} holds no config.json and no weights{several or ': give a folder or id that does'}.")
+        raise OSError(
+            f"{name!r} holds no config.json and no weights ({why}){several or ': give a folder or id that does'}."
+        )
     one_layer = config.get("num_hidden_layers") == 1 and model_type in ("llama", "mixtral", "qwen2")
     if one_layer or not model_type:  # nobody publishes a language model of one layer
         return Found(name, DRAFTER, "a single layer" if one_layer else "files without a config of a model", base)

@@ -153,11 +153,11 @@ def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, command, monkeypatch):
 
 
 BAD_MODELS = {
-    "no owner": ("nowhere", "the weights of 'nowhere' cannot be fetched: it is not in the cache, and"),
+    "no owner": ("nowhere", "'nowhere' holds no config.json and no weights (We couldn't connect to"),
     "no folder": ("nowhere/at/all", "'nowhere/at/all' is no folder, id or file of weights: give one."),
     "a file": ("{folder}/base/config.json", "/base/config.json' is no folder, id or file of weights: give one."),
-    "not on the Hub": ("org/none", "the weights of 'org/none' cannot be fetched: it is not in the cache, and"),
-    "empty folder": ("{folder}/empty", "/empty' holds no config.json and no weights: give a folder or id that does."),
+    "not on the Hub": ("org/none", "'org/none' holds no config.json and no weights (We couldn't connect to"),
+    "empty folder": ("{folder}/empty", "/empty' holds no config.json and no weights ("),
     "unknown family": ("{folder}/owl", "/owl' holds 'drafthead_owl' heads, expected drafthead_amphista or "),
     "broken weights": ("{folder}/broken", "model.safetensors' is not a readable safetensors file ("),
 }

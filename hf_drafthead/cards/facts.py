@@ -16,7 +16,7 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP, DraftTree, resolve
 from hf_drafthead.modeling.base_model import is_local
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 from hf_drafthead.trees.entries import CalibrationKey, heads_hash, tree_of
 
@@ -171,7 +171,7 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
                 "author to save the heads as safetensors."
             ) from None
         except HTTP_ERROR as error:
-            raise OSError(f"the weights of {name!r} cannot be read: {why_refused(error)}.") from error
+            raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): try again.") from error
         except (SafetensorsParsingError, KeyError, TypeError, AttributeError, ValueError) as error:  # damaged
             raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): ask its author.") from error
         return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers.utils import extract_commit_hash
 
-from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, map_tensors, refuse_unasked, weights_in
+from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, map_tensors, weights_in, why_missing
 from hf_drafthead.modeling.files import read_json
 
 CONFIG = "config.json"
@@ -97,9 +97,9 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
         if len(groups) > 1:
             raise OSError(f"{name!r} holds {len(groups)} files of weights, such as {groups[0][0]!r}: give one of them.")
     if not groups:
-        refuse_unasked(name, [file for group in GROUPS for file in group], hub)
-        expected = ", ".join(name for group in GROUPS for name in group[:2])
-        raise OSError(f"{name!r} holds no weights: expected one of {expected}, ... or give the file itself.")
+        why = f"{name!r} holds no weights ({why_missing(name, GROUPS[0][0], hub)})"
+        expected = ", ".join(file for group in GROUPS for file in group[:2])
+        raise OSError(f"{why}: expected one of {expected}, ... or give the file itself.")
     config = fetch_file(name, CONFIG, hub)
     return [_source(name, files, config) for files in groups]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelInfo, errors, hf_hub_download
 
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
-from hf_drafthead.modeling.files import first_line, read_json
+from hf_drafthead.modeling.files import first_line, in_one_line, read_json
 
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
@@ -75,9 +75,7 @@ def download(repo_id: str, name: str, revision: str | None, token: str | bool | 
     except (errors.RemoteEntryNotFoundError, errors.HFValidationError):  # a path that was one when the model was loaded
         return None
     except (HTTP_ERROR, OSError) as error:
-        at = f" at {revision!r}" if revision else ""
-        refused = why_refused(error) or first_line(error)
-        raise OSError(f"{name} of {repo_id!r}{at} cannot be fetched: {refused}.") from error
+        raise OSError(f"{name} of {repo_id!r} cannot be fetched ({in_one_line(error)}).") from error
 
 
 def look(target: Target) -> Destination:

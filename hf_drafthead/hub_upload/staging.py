@@ -15,9 +15,9 @@ from hf_drafthead.cards.sections import merge, sections_of
 from hf_drafthead.hub_upload.contents import find_base, sort_files
 from hf_drafthead.hub_upload.destination import Target, download
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, read_tensors, why_refused
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, read_tensors
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
-from hf_drafthead.modeling.files import edit_json
+from hf_drafthead.modeling.files import edit_json, in_one_line
 
 CARD = "README.md"
 # Files that a training and its measurements write; all other pictures are drawn again with the card.
@@ -172,10 +172,9 @@ def _loaded_from(model: DraftHeadPreTrainedModel, token: str | bool | None) -> P
     try:
         return Path(snapshot_download(name, revision=model.checkpoint_revision, token=token, allow_patterns=wanted))
     except (HTTP_ERROR, OSError, ValueError) as error:
-        refused = why_refused(error)
-        if refused is None or isinstance(error, RepositoryNotFoundError):
+        if isinstance(error, (RepositoryNotFoundError, ValueError)):
             return None
-        raise OSError(f"what belongs to the heads {name!r} cannot be fetched: {refused}.") from error
+        raise OSError(f"what belongs to the heads {name!r} cannot be fetched ({in_one_line(error)}).") from error
 
 
 def _same_heads(source: Path, target: Path) -> bool:

@@ -121,7 +121,7 @@ def adapters_of(base: nn.Module) -> dict[str, bool]:
     Raises:
         ValueError: some are merged and others are not.
     """
-    layers: list[Any] = [module for module in base.modules() if is_adapted(module)]
+    layers: list[Any] = [module for module in base.modules() if is_adapted(module)] if "peft" in sys.modules else []
     names = {name for layer in layers for kind in layer.adapter_layer_names for name in _keys(getattr(layer, kind))}
     merged = {name for layer in layers for name in layer.merged_adapters}
     if not layers or merged >= names:
@@ -194,7 +194,7 @@ def bare(model: nn.Module) -> Iterator[None]:
 def _plain_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that adapters were put into, as they are without them, by name."""
     merged, plain = not adapters_of(model), {}
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if "peft" in sys.modules else ():
         if name.endswith(f".{TOKEN_ADAPTER}"):  # PEFT wraps a layer with trainable tokens twice
             name = name.removesuffix(f".{TOKEN_ADAPTER}")
         if is_adapted(module) or _is_replaced(module):

@@ -14,11 +14,10 @@ Shapes: B rows, A newly verified positions, T positions, N places to guess from,
 V vocabulary.
 """
 
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.bases.slots import ROOM, SlotCache
@@ -62,7 +61,6 @@ class AmphistaConfig(DraftHeadConfig):
     """
 
     model_type = "drafthead_amphista"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
 
     num_stages: int = 2
     use_sampled_token: bool = True
@@ -81,7 +79,7 @@ class AmphistaConfig(DraftHeadConfig):
 
     @property
     def family(self) -> str:
-        return "amphista-alpha" if self.num_auto_embedding_layers > 1 else "amphista"
+        return "amphista-alpha" if self.num_auto_embedding_layers > 1 else super().family
 
     def check(self) -> None:
         super().check()
@@ -219,5 +217,4 @@ class AmphistaForCausalLM(DraftHeadPreTrainedModel):
     """A base with Amphista heads; `from_base(base, config=AmphistaConfig.alpha())` for Amphista-alpha."""
 
     config_class = AmphistaConfig
-    config: AmphistaConfig
     drafter_class = AmphistaDrafter

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from functools import wraps
+from inspect import signature
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
@@ -30,7 +31,7 @@ from hf_drafthead.modeling.adapters import (
     unwrapped,
     without_adapters,
 )
-from hf_drafthead.modeling.base_model import change_of_files, copy_tokenizer, has_tokenizer, is_local, replacing
+from hf_drafthead.modeling.base_model import change_of_base, copy_tokenizer, has_tokenizer, is_local, replacing
 from hf_drafthead.modeling.checkpoint import is_missing_folder, weight_names
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
 from hf_drafthead.modeling.files import in_one_line
@@ -57,18 +58,9 @@ class TrainsNothing(torch.autograd.Function):
         )
 
 
-SAVING = RLock()  # a save shows transformers another config, and replaces files of a folder
-
-
-def one_at_a_time(save: Callable[..., None]) -> Callable[..., None]:
-    """Let one thread at a time save a model."""
-
-    @wraps(save)
-    def locked(*args: Any, **kwargs: Any) -> None:
-        with SAVING:
-            save(*args, **kwargs)
-
-    return locked
+SAVING = RLock()  # one save at a time replaces files of a folder
+SAVES = {*signature(PreTrainedModel.save_pretrained).parameters, "safe_serialization"}  # arguments of a save
+PUSHES = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license"}
 
 
 class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
@@ -93,7 +85,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     _hides_drafter = True  # from PEFT, which looks for layers to adapt
     heads_output: ClassVar[Callable[..., Any] | None] = None  # the loss of a recipe: the package sets it, see there
 
-    @one_at_a_time
     def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | os.PathLike,
@@ -125,17 +116,18 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 it.
             OSError: the folder cannot be written.
         """
+        push_arguments = {name: kwargs.pop(name) for name in PUSHES & set(kwargs)}
+        publish = kwargs.pop("push_to_hub", False)
+        if unknown := sorted(set(kwargs) - SAVES):
+            raise TypeError(f"save_pretrained has no argument {unknown[0]}=: leave it out.")
         folder = Path(save_directory)
-        change = self.base_change(state_dict, folder)
+        name, change = self._look_at_base(state_dict, folder)
         beside = change is not None and base_model is None if include_base is None else include_base
         if change is not None and not beside and base_model is None:
             raise ValueError(
                 f"include_base=False would lose the base, which {self.config.base_model_name_or_path!r} does not name "
                 f"any more ({change}): leave it out, or name the base that others are to load (base_model=)."
             )
-        publish = kwargs.pop("push_to_hub", False)
-        words = ("commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license")
-        push_arguments = {name: kwargs.pop(name) for name in ("repo_id", *words) if name in kwargs}
         heads = self.state_dict() if state_dict is None else state_dict
         heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
         nothing = not heads and not self.drafter.state_dict()  # copies alone
@@ -143,25 +135,22 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             raise ValueError(
                 "state_dict= has no tensor of the heads: give the names of model.state_dict() (drafter.*)."
             )
-        stored, live = self._stored_config(folder, beside, base_model), self.config
+        stored = self._stored_config(folder, beside, base_model, name)
         if (uploads := publisher()) is not None:
             _hub_upload().check_saved(stored, folder, uploads)
-        with replacing(folder, is_main_process) as new:
+        with SAVING, replacing(folder, is_main_process) as new:
             if beside or stored.base_adapters:
                 self._save_base(new / BASE_FOLDER, stored, beside, is_main_process, state_dict, kwargs)
-            self.config = stored
-            try:  # renamings of the base's architecture are not for the heads
-                how = {**kwargs, "state_dict": heads, "save_original_format": False}
-                super().save_pretrained(new, is_main_process=is_main_process, **how)
-            finally:
-                self.config = live
+            saved: Any = _with(self, config=stored)
+            how = {**kwargs, "state_dict": heads, "save_original_format": False}  # renamings are of the base's layers
+            super(DraftHeadPreTrainedModel, saved).save_pretrained(new, is_main_process=is_main_process, **how)
             if is_main_process and nothing:  # transformers writes no file then, and heads without one are damaged
                 save_file({}, new / weight_names(kwargs.get("variant"))[0], {"format": "pt"})
             if is_main_process and include_tokenizer:
                 for place in [new / BASE_FOLDER] * beside + [new] * (not has_tokenizer(folder)):
                     self._save_tokenizer(place)
-        if beside and os.path.realpath(live.base_model_name_or_path or "") == os.path.realpath(folder):
-            live.base_included = True  # its name is now that of the heads
+        if beside and os.path.realpath(self.config.base_model_name_or_path or "") == os.path.realpath(folder):
+            self.config.base_included = True  # its name is now that of the heads
         if publish and is_main_process:
             repo_id = push_arguments.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
@@ -174,49 +163,49 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             _hub_upload().check_training(self.config, uploads, being_trained or self.config.base_included)
         return super().train(mode)
 
-    def base_change(
-        self, state_dict: Mapping[str, Tensor] | None = None, folder: str | os.PathLike | None = None
-    ) -> str | None:
+    def base_change(self) -> str | None:
         """Why the base is not the one that its name in the config names, found out by looking at it; None if it is.
 
-        Adapters do not count: they are saved whenever there are some. Given `state_dict`, its values are the base's;
-        a base of which the files lie where the model is saved (`folder`) will not be there any more.
+        Adapters do not count: they are saved whenever there are some.
         """
-        base, config = unwrapped(self.base), self.config
-        name, adapters = self._base_name(), adapters_of(base)
-        if config.base_included:
-            return "it came with the heads"
-        if not name:
-            return "it has no name"
-        if is_missing_folder(name) or self._as_loaded is None:
-            return f"there is no {name!r}"
-        if folder is not None and os.path.realpath(name) in map(os.path.realpath, (folder, Path(folder, BASE_FOLDER))):
-            return "its files are where the model is saved"
-        if reason := base.__dict__.get("_altered"):
-            return str(reason)
-        for parameter, tensor in base.named_parameters():
-            if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
-                return f"{parameter} is being trained"
-        quantizer = getattr(base, "hf_quantizer", None)
-        unpacked = getattr(getattr(quantizer, "quantization_config", None), "dequantize", False)
-        if quantizer is not None and not (quantizer.pre_quantized or unpacked):
-            return "it was quantized when it was loaded"
-        state = {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
-        if name != config.base_model_name_or_path:  # it is the one of another place
+        return self._look_at_base(None, None)[1]
+
+    def _look_at_base(self, state_dict: Mapping[str, Tensor] | None, folder: Path | None) -> tuple[str | None, ...]:
+        """The name of the base that is here, and why that does not name it any more.
+
+        Args:
+            state_dict: whose values are the base's.
+            folder: where the model is saved, so that files of a base will not be there any more.
+        """
+        base, config, as_loaded = unwrapped(self.base), self.config, self._as_loaded
+        recorded, adapters = config.base_model_name_or_path, adapters_of(base)
+        name, given = self._copies.get(recorded, recorded), _of_base(state_dict)
+        if name != recorded and change_of_base(base, config, None) is not None:  # not known to be the same
             config = copy.copy(config)
             config.base_model_name_or_path, config.base_model_revision, config.base_subfolder = name, None, None
-        return self._as_loaded.change(base) or change_of_files(base, config, state, self._was_live) or None
+        name = config.base_model_name_or_path
+        if config.base_included:
+            return name, "it came with the heads"
+        if not name:
+            return name, "it has no name"
+        if is_missing_folder(name) or as_loaded is None:
+            return name, f"there is no {name!r}"
+        if folder is not None and os.path.realpath(name) in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
+            return name, "its files are where the model is saved"
+        for parameter, tensor in base.named_parameters():
+            if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
+                return name, f"{parameter} is being trained"
+        quantizer = getattr(base, "hf_quantizer", None)
+        if quantizer is not None and not (quantizer.pre_quantized or _is_unpacked(quantizer)):
+            return name, "it was quantized when it was loaded"
+        return name, change_of_base(base, config, as_loaded, given)
 
-    def _base_name(self) -> str | None:
-        """The name of the base that is here: the recorded one, unless it is another, or a copy that may be another."""
-        name, (recorded, own) = self.config.base_model_name_or_path, self._base_names
-        is_recorded = own == recorded or name != recorded or change_of_files(unwrapped(self.base), self.config) == ""
-        return name if is_recorded else own
-
-    def _stored_config(self, folder: Path, beside: bool, base_model: str | os.PathLike | None) -> DraftHeadConfig:
-        """The config of a checkpoint in a folder, with the base beside the heads or not."""
+    def _stored_config(
+        self, folder: Path, beside: bool, base_model: str | os.PathLike | None, name: str | None
+    ) -> DraftHeadConfig:
+        """The config of a checkpoint in a folder, with the base, of this name, beside the heads or not."""
         stored = copy.deepcopy(self.config)
-        name = self._base_name() if base_model is None else os.fspath(base_model)
+        name = name if base_model is None else os.fspath(base_model)
         if name != stored.base_model_name_or_path:
             stored.base_model_revision, stored.base_origin = None, stored.base_model_name_or_path
         stored.base_adapters = adapters_of(unwrapped(self.base)) or None
@@ -240,32 +229,26 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         how: dict[str, Any],
     ) -> None:
         """Write the base into a folder by its own class, and its adapters by PEFT; only these without `weights`."""
-        base, adapters = self._adapted_base(), stored.base_adapters
-        state = {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
+        base, adapters, state = self._adapted_base(), stored.base_adapters, _of_base(state_dict)
         if is_altered(base):  # names of its layers, and not of the adapters in them
             state = plain_state(base)
         if weights:
-            away: dict[str, Any] = {"_hf_peft_config_loaded": False}  # adapters are not for the base's own class
             quantizer = getattr(base, "hf_quantizer", None)
-            if getattr(getattr(quantizer, "quantization_config", None), "dequantize", False):
-                away["hf_quantizer"] = None  # an unpacked GGUF file is ordinary weights
-            held = {name: base.__dict__[name] for name in away if name in base.__dict__}
-            base.__dict__.update(away)
+            plain: dict[str, Any] = {"_hf_peft_config_loaded": False}  # adapters are not for the base's own class
+            if _is_unpacked(quantizer):
+                plain["hf_quantizer"] = None  # an unpacked GGUF file is ordinary weights
             shards = {name: how[name] for name in ("max_shard_size",) if name in how}
             if getattr(quantizer, "pre_quantized", False):
                 shards["save_original_format"] = False  # transformers cannot undo what it did to those of bitsandbytes
             try:
                 with bare(base) if quantizer is not None else nullcontext():  # which saves what is there
-                    base.save_pretrained(folder, is_main_process=is_main_process, state_dict=state or None, **shards)
+                    shards = {**shards, "is_main_process": is_main_process, "state_dict": state or None}
+                    _with(base, **plain).save_pretrained(folder, **shards)
             except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"the base cannot be saved beside its heads ({in_one_line(error)}): save it yourself, and name it "
                     "(include_base=False, base_model=)."
                 ) from error
-            finally:
-                for name in away:
-                    base.__dict__.pop(name, None)
-                base.__dict__.update(held)
         if adapters and is_main_process:
             of = stored.base_model_name_or_path
             elsewhere = of is not None and not weights and not is_local(of, folder.parent)
@@ -312,13 +295,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             ValueError: the adapter is not one for this model, or the base has one of this name.
         """
         trainable = bool(kwargs.pop("is_trainable", False))
-        hub = dict(kwargs.pop("adapter_kwargs", None) or {}) | {
-            key: kwargs.pop(key) for key in (HUB_ARGUMENTS | {"revision", "subfolder"}) & set(kwargs)
-        }
-        if kwargs:
-            raise TypeError(
-                f"load_adapter was given {', '.join(sorted(kwargs))}: give the adapter, and its name alone."
-            )
+        hub = dict(kwargs.pop("adapter_kwargs", None) or {}) | kwargs
+        if unknown := set(hub) - HUB_ARGUMENTS - {"revision", "subfolder"}:
+            raise TypeError(f"load_adapter was given {min(unknown)}: give the adapter, and its name alone.")
         folder = find_adapter(os.fspath(peft_model_id), hub)
         if folder is None:
             raise OSError(f"there is no adapter at {os.fspath(peft_model_id)!r}: expected a folder or Hub id of one.")
@@ -351,34 +330,15 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         self._hf_peft_config_loaded = False
         return base
 
-    def push_to_hub(  # type: ignore[override]
-        self,
-        repo_id: str,
-        *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        max_shard_size: int | str | None = "50GB",
-        tags: list[str] | None = None,
-        include_base: bool | None = None,
-        license: str | None = None,
-    ) -> Any:
+    def push_to_hub(self, repo_id: str, **options: Any) -> Any:  # type: ignore[override]
         """Publish the heads, with tokenizer, settings, figures and card, in one commit.
 
         Args:
             repo_id: `org/name` on the Hub; made if it is not there.
-            commit_message, commit_description: of the commit.
-            private: whether a new repository is private.
-            token: of the Hub; by default that of `hf auth login`.
-            revision: branch to push to; made if it is not there.
-            create_pr: propose the commit instead of making it.
-            max_shard_size: of a file of weights.
-            tags: for the card, besides its own.
-            include_base: whether the base is published beside the heads; by default, where it is not the named one.
-            license: of the heads, as the Hub names it (`apache-2.0`), if no card or summary says it yet.
+            options: as in transformers, `commit_message`, `commit_description`, `private`, `token`, `revision`,
+                `create_pr`, `max_shard_size`, `tags`; `include_base`, whether the base is published beside the heads
+                (by default, where it is not the named one); `license` of the heads, as the Hub names it (`apache-2.0`),
+                if no card or summary says it yet.
 
         Returns:
             The commit, as `huggingface_hub.CommitInfo`.
@@ -388,9 +348,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             ValueError: others could not use these heads: their base is a local path, a tensor is not finite, the card
                 is not complete.
         """
-        words = (commit_message, commit_description, private, token, revision, create_pr, tags, license, include_base)
         room = _hub_upload()
-        return room.push_model(self, room.Target(repo_id, *words, max_shard_size or "50GB")).commit
+        return room.push_model(self, room.Target(repo_id, **options)).commit
 
     def forward(
         self,
@@ -484,7 +443,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         self.drafter.follow_base()
 
     def set_experts_implementation(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, for the base and for decoder layers of the heads."""
         super().set_experts_implementation(*args, **kwargs)
         self.drafter.follow_base()
 
@@ -509,6 +467,23 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 init.copy_(getattr(module, name), getattr(computed, name))
         elif any(True for _ in module.buffers(recurse=False)):
             super()._init_weights(module)
+
+
+def _with(model: Any, **attributes: Any) -> Any:
+    """The same model, in all that it consists of, with other attributes."""
+    other = object.__new__(type(model))
+    other.__dict__ |= model.__dict__ | attributes
+    return other
+
+
+def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    """What is the base's in the state of a whole model."""
+    return {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
+
+
+def _is_unpacked(quantizer: Any) -> bool:
+    """Whether the weights are ordinary ones, of a GGUF file."""
+    return bool(getattr(getattr(quantizer, "quantization_config", None), "dequantize", False))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """The base of a set of heads: where it lies, whether it is the right one and still what it was, and loading it."""
 
-import difflib
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,12 @@ from hf_drafthead.modeling.adapters import ADAPTER_WEIGHTS, find_adapter, is_of_
 from hf_drafthead.modeling.checkpoint import (
     HTTP_ERROR,
     NO_OPTIONS,
-    NOT_ASKED,
-    WEIGHTS,
     checkpoint_files,
     fetch_file,
     is_missing_folder,
-    was_looked_up,
-    why_refused,
 )
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
-from hf_drafthead.modeling.files import first_line, read_json
+from hf_drafthead.modeling.files import in_one_line, read_json
 from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 
 logger = logging.get_logger(__name__)
@@ -48,29 +43,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tekken.json")
 GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or object."
 # For decoder-only models; transformers lists some of those that hear beside models with an encoder and a decoder.
 SEE_OR_HEAR = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
-BESIDE_THE_CONFIG = ("dtype", "torch_dtype", "quantization_config", "trust_remote_code", "code_revision")
-HARMLESS = {"attn_implementation", "experts_implementation", "gguf_file", "dtype", "subfolder"}
+OF_CONFIG = ("gguf_file", "trust_remote_code", "code_revision")  # arguments by which a config is found
 SAMPLES = 16  # values of a tensor by which it is known again
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
 COMPARED = 1 << 24  # values that are compared with a file at a time
 # fields of a config by which a model computes nothing else
-NOT_COMPUTED = {
-    "dtype",
-    "torch_dtype",
-    "architectures",
-    "transformers_version",
-    "_name_or_path",
-    "use_cache",
-    "auto_map",
-}
-NOT_COMPUTED |= {
-    "quantization_config",
-    "output_hidden_states",
-    "output_attentions",
-    "return_dict",
-    "tie_word_embeddings",
-}
-NOT_COMPUTED |= {"bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type"}
+NOT_COMPUTED = {"dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "use_cache"}
+NOT_COMPUTED |= {"auto_map", "quantization_config", "output_hidden_states", "output_attentions", "return_dict"}
+NOT_COMPUTED |= {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id"}
+NOT_COMPUTED |= {"problem_type"}
 
 
 def load_named(
@@ -78,7 +59,6 @@ def load_named(
     hub: Mapping[str, Any],
     arguments: Mapping[str, Any],
     *,
-    fields: Collection[str] = (),
     checkpoint: str | None = None,
     config: DraftHeadConfig | None = None,
 ) -> tuple[Any, dict[str, Any]]:
@@ -88,12 +68,10 @@ def load_named(
         name: Hub id or path, of a base or of an adapter for one; it may end with the name of a GGUF file.
         hub: keyword arguments of every download, `revision` and `subfolder` among them.
         arguments: all others of `AutoModelForCausalLM.from_pretrained`.
-        fields: of the config of fresh heads.
         checkpoint, config: of trained heads.
 
     Raises:
         OSError: there is no such base.
-        TypeError: an argument is a field of the heads, misspelt.
         ValueError: it is no decoder-only language model, or another than the heads were made for.
     """
     name, file = split_gguf(name)
@@ -104,24 +82,21 @@ def load_named(
         raise OSError(f"{called} was not found (there is no such folder): {wanted}")
     hub = {key: value for key, value in hub.items() if value is not None}
     arguments = gguf_arguments(name, {**arguments, "gguf_file": file} if file else arguments, hub)
-    file, place, adapter = arguments.get("gguf_file"), name, None
+    file, place = arguments.get("gguf_file"), name
     try:
-        # What the Hub has against it is told where the config is fetched.
-        quiet = {f"_raise_exceptions_for_{reason}": False for reason in ("connection_errors", "gated_repo")}
-        adapter = find_adapter(name, {**hub, **quiet})
+        adapter = find_adapter(name, hub)
         if adapter is not None and fetch_file(name, CONFIG_NAME, hub) is None:
             place, hub = _base_of_adapter(adapter, hub)
         else:
             adapter = None  # a folder that holds both: transformers loads the two
-        base_config, arguments, altered = _config_at(place, hub, arguments)
+        with reading_gguf(file):
+            of_config = {key: arguments[key] for key in OF_CONFIG if arguments.get(key) is not None}
+            base_config = AutoConfig.from_pretrained(place, **of_config, **hub)
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
-        if refused := why_refused(error):
-            other = "" if checkpoint is None else "; base_model= takes another place of it"
-            raise OSError(f"{called} cannot be fetched at {hub.get('revision')!r}: {refused}{other}.") from error
-        what = "cannot be read" if os.path.isdir(name) else "was not found"
-        raise OSError(f"{called} {what} ({first_line(error)}{'' if file else beside(name)}): {wanted}") from error
+        raise OSError(
+            f"{called} cannot be read ({in_one_line(error)}{'' if file else beside(name)}): {wanted}"
+        ) from error
     refuse_unfit(base_config, place, loaded=False)
-    refuse_misspelt(arguments, fields)
     commit = commit_of(place, hub, file or CONFIG_NAME)
     if config is not None:
         check_base(config, base_config, place)
@@ -135,15 +110,11 @@ def load_named(
         with reading_gguf(file):
             base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
     except (OSError, HTTP_ERROR) as error:
-        refused = why_refused(error)
-        if refused is None and was_looked_up(place, file or WEIGHTS, hub):
-            raise
-        raise OSError(f"{called} cannot be fetched at {hub['revision']!r}: {refused or NOT_ASKED}.") from error
+        raise OSError(f"{called} cannot be read ({in_one_line(error)}): {wanted}") from error
     if file is not None:
         base.name_or_path = base.config.name_or_path = place  # transformers takes the title that is in the file
     if adapter is not None:
         load_adapter(base, adapter)
-    base.__dict__["_altered"] = altered
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
     return base, {**origin, "base_subfolder": hub.get("subfolder") or None}
 
@@ -155,21 +126,6 @@ def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str
         raise ValueError(f"the adapter in {folder!r} does not say which base it is for: load the two yourself")
     fetch = {key: value for key, value in hub.items() if key != "subfolder"}
     return str(name), {**fetch, "revision": config.get("revision") or "main"}
-
-
-def _config_at(
-    name: str, hub: Mapping[str, Any], arguments: Mapping[str, Any]
-) -> tuple[PreTrainedConfig, dict[str, Any], str | None]:
-    """The base's config, read before its weights are; arguments to load these with, the config among them; and a field
-    of it that was given, by which the base is another than the named one."""
-    # As AutoModel does: these are not for the config, everything else that it knows goes into it.
-    loading = {key: arguments[key] for key in BESIDE_THE_CONFIG if arguments.get(key) is not None}
-    fields = {key: value for key, value in arguments.items() if key not in loading}
-    code = {key: loading[key] for key in ("trust_remote_code", "code_revision") if key in loading}
-    with reading_gguf(arguments.get("gguf_file")):
-        config, left = AutoConfig.from_pretrained(name, return_unused_kwargs=True, **code, **hub, **fields)
-    altered = sorted(set(fields) - set(left) - HARMLESS)
-    return config, {**loading, **left, "config": config}, f"{altered[0]} was given" if altered else None
 
 
 def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
@@ -185,8 +141,6 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
     if inside.is_dir():
         return str(inside.resolve())
     if os.path.isabs(name) or name.startswith("."):
-        if os.path.isabs(name) and Path(name).is_dir():
-            return name
         raise OSError(f"the base of {checkpoint!r} was not found at {str(inside)!r}: {GIVE_BASE}")
     return name
 
@@ -198,14 +152,9 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
     for field, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary"), ("model_type", "model type")):
         want, have = getattr(wanted, field, None), getattr(base_text, field, None)
         if want is not None and want != have:
-            if name == trained_for:
-                raise ValueError(
-                    f"the base {name!r} has changed since these heads were trained for it ({words} {want} then, {have} "
-                    "now): give the commit that they were trained on (base_revision=), or train heads for the new one."
-                )
             raise ValueError(
                 f"these heads were trained for {trained_for!r} ({words} {want}); the base at {name!r} has {words} "
-                f"{have}: load the first, or train heads for the second."
+                f"{have}: load the first (base_revision= is its commit), or train heads for the second."
             )
 
 
@@ -218,8 +167,7 @@ def fetch_config(name: str, revision: str | None, token: str | bool | None, **hu
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token, **hub)
     except (OSError, HTTP_ERROR) as error:
-        refused = why_refused(error) or first_line(error)
-        raise OSError(f"config.json of the base {name!r} cannot be fetched: {refused}.") from error
+        raise OSError(f"config.json of the base {name!r} cannot be fetched ({in_one_line(error)}).") from error
     model_type = fields.get("model_type")
     if model_type in CONFIG_MAPPING:
         return CONFIG_MAPPING[model_type].from_dict(fields)
@@ -260,10 +208,7 @@ def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
         loaded: whether the base is a loaded model, and not yet to be loaded by AutoModelForCausalLM.
     """
     if str(config.model_type).startswith(MODEL_TYPE_PREFIX):
-        base_name = "model.base" if loaded else getattr(config, "base_model_name_or_path", None)
-        if base_name and os.path.isdir(inside := os.path.join(name, base_name)):  # written relative to the heads
-            base_name = os.path.normpath(inside)
-        raise ValueError(f"{name!r} has draft heads already: give their base{f' ({base_name})' if base_name else ''}.")
+        raise ValueError(f"{name!r} has draft heads already: give their base alone.")
     remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
     if config.is_encoder_decoder if loaded else not (remote or auto_class(config)):
         kind = "an encoder-decoder" if config.is_encoder_decoder else "no language"
@@ -280,13 +225,6 @@ def auto_class(config: PreTrainedConfig) -> Any:
     if config.is_encoder_decoder:
         return None
     return next((kind for kind in SEE_OR_HEAR if type(config) in kind._model_mapping), None)
-
-
-def refuse_misspelt(arguments: Mapping[str, Any], fields: Collection[str]) -> None:
-    """Refuse arguments for loading a base that are more likely fields of the heads, by a TypeError that names them."""
-    for name in arguments:
-        if meant := difflib.get_close_matches(name, fields, 1, 0.7):
-            raise TypeError(f"{name}= is no field of these heads and no argument of a base: {meant[0]}= may be meant.")
 
 
 def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
@@ -351,42 +289,46 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
     try:
         load_tokenizer(name, gguf_file, **hub).save_pretrained(folder)
     except (HTTP_ERROR, OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {first_line(error)}") from error
+        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {in_one_line(error)}") from error
     return True
 
 
 class Fingerprint:
-    """A few values of every tensor of a base, by which it is seen whether it is still what it was.
+    """What a base was when it was loaded: of each tensor the count of its writes, and a few values where no file that
+    its name names holds it, with which it could be compared as a whole."""
 
-    Tensors that an optimizer has written to are known by the count of writes that torch keeps; other changes by values.
-    """
+    def __init__(self, base: Any, config: DraftHeadConfig) -> None:
+        stored = {name for file in _files_of(base, config) or () for name in _stored_names(file)}
+        self.tensors = {
+            name: (*_form(tensor), None if name in stored else _sample(tensor))
+            for name, tensor in plain_state(base).items()
+        }
 
-    def __init__(self, base: nn.Module) -> None:
-        self.tensors = {name: _sample(tensor) for name, tensor in plain_state(base).items()}
-
-    def change(self, base: nn.Module) -> str | None:
-        """What is not as it was; None if all is."""
-        state = plain_state(base)
-        if set(state) != set(self.tensors):
-            return f"{sorted(set(state) ^ set(self.tensors))[0]} came or went"
+    def change(self, state: Mapping[str, Tensor]) -> str | None:
+        """Which of these tensors is not as it was; None if all are."""
         for name, tensor in state.items():
-            (shape, kind, writes, values), now = self.tensors[name], _sample(tensor)
-            if (shape, kind) != now[:2]:
+            (*form, writes, values), (*form_now, writes_now), now = self.tensors[name], _form(tensor), _sample(tensor)
+            if form != form_now:
                 return f"{name} has another shape or is quantized"
-            if writes != now[2] or (values is not None and now[3] is not None and not _same(values, now[3])):
+            if writes != writes_now or not (values is None or now is None or _same(values, now)):
                 return f"{name} has other values"
         return None
 
 
-def _sample(tensor: Any) -> tuple[tuple[int, ...], str, int | None, Tensor | None]:
-    """Shape, kind, count of writes, and a few values of a tensor, None of one that is elsewhere."""
-    shape, kind = tuple(tensor.shape), type(tensor).__name__ + str(tensor.is_floating_point())
+def _form(tensor: Any) -> tuple[tuple[int, ...], str, int | None]:
+    """Shape, kind and count of writes of a tensor."""
+    kind = type(tensor).__name__ + str(tensor.is_floating_point())
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    writes = None if local.is_inference() else local._version
+    return tuple(tensor.shape), kind, None if local.is_inference() else local._version
+
+
+def _sample(tensor: Any) -> Tensor | None:
+    """A few values of a tensor; None of one that is elsewhere."""
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
-        return shape, kind, writes, None
-    flat = local.detach().view(-1) if local.is_contiguous() else local.detach().reshape(-1)
-    return shape, kind, writes, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
+        return None
+    flat = local.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
 
 
 def _same(before: Tensor, now: Tensor) -> bool:
@@ -395,35 +337,55 @@ def _same(before: Tensor, now: Tensor) -> bool:
     return torch.equal(before, now) or torch.equal(torch.nan_to_num(before), torch.nan_to_num(now))
 
 
-def change_of_files(
-    base: Any, config: DraftHeadConfig, given: Mapping[str, Tensor] = NO_OPTIONS, live: bool = False
-) -> str | None:
-    """What of a base is otherwise in the files of the place that it is named by; an empty text if nothing is, None if
-    none are on this machine.
+def _place_of(config: DraftHeadConfig) -> dict[str, Any]:
+    """Where, in what a config names as its base, the files of it lie on this machine."""
+    revision, subfolder = config.base_model_revision or "main", config.base_subfolder or ""
+    return {"revision": revision, "subfolder": subfolder, "local_files_only": True}
 
-    All values of tensors that have the same name there are compared.
+
+def _files_of(base: Any, config: DraftHeadConfig) -> list[str] | None:
+    """The files of safetensors of the base that a config names, with which one can be compared; None if none are here,
+    or they have another form."""
+    if getattr(base, "hf_quantizer", None) is not None:
+        return None
+    with suppress(OSError, ValueError):
+        return checkpoint_files(str(config.base_model_name_or_path), None, _place_of(config))
+    return None
+
+
+def _stored_names(file: str) -> list[str]:
+    with safe_open(file, framework="pt") as stored:
+        return list(stored.keys())
+
+
+def change_of_base(
+    base: Any, config: DraftHeadConfig, as_loaded: Fingerprint | None, given: Mapping[str, Tensor] = NO_OPTIONS
+) -> str | None:
+    """What of a base is otherwise than in the place that a config names; None if nothing is.
+
+    All values of tensors that have the same name there are compared; of others, what was noted when it was loaded.
 
     Args:
+        as_loaded: None to ask whether it is known to be the same: it is not where the files are not on this machine.
         given: tensors in the place of the base's own.
-        live: the base was given as a loaded model: its config is compared as well.
     """
-    name = str(config.base_model_name_or_path)
-    revision = config.base_model_revision or "main"
-    hub: dict[str, Any] = {"revision": revision, "subfolder": config.base_subfolder or "", "local_files_only": True}
-    state = {**(own := plain_state(base)), **given}
-    try:
-        if live and (field := _other_field(base.config, fetch_config(name, token=None, **hub))):
+    name, own = str(config.base_model_name_or_path), plain_state(base)
+    if as_loaded is not None and (others := sorted(set(own) ^ set(as_loaded.tensors))):
+        return f"{others[0]} came or went"
+    folder = Path(name, config.base_subfolder or "")
+    if folder.is_dir() and not any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir()):
+        return f"there are no weights in {name!r}"
+    with suppress(OSError, ValueError):
+        fields, _ = PreTrainedConfig.get_config_dict(name, **_place_of(config))
+        if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
-        files = checkpoint_files(name, None, hub)
-    except (OSError, ValueError):  # in another form, or not on this machine
-        changed = [key for key in given if key in own and not torch.equal(given[key], own[key])]
-        if live and _has_no_weights(Path(name, config.base_subfolder or "")):
-            return f"there is no {name!r}"
-        return f"{changed[0]} is another" if changed else None
-    for file in files if getattr(base, "hf_quantizer", None) is None else ():
+    rest = {**own, **given}
+    if (files := _files_of(base, config)) is None and as_loaded is None:
+        return f"{name!r} is not on this machine"
+    for file in files or ():
         with safe_open(file, framework="pt") as stored:
-            for key in set(stored.keys()) & set(state):
-                there, now = stored.get_slice(key), state[key].detach()
+            for key in set(stored.keys()) & set(rest):
+                there, now = stored.get_slice(key), rest[key].detach()
                 if not now.is_floating_point() or now.is_meta or hasattr(now, "to_local") or not now.dim():
                     continue
                 if tuple(there.get_shape()) != tuple(now.shape):
@@ -432,15 +394,19 @@ def change_of_files(
                 parts = [slice(start, start + rows) for start in range(0, len(now), rows)]
                 if not all(_same(there[part].to(now.device), now[part]) for part in parts):
                     return f"{key} has other values than in {name!r}"
-    return ""
+                del rest[key]
+    for key in set(given) & set(rest):
+        if key not in own or not torch.equal(given[key], own[key]):
+            return f"{key} is another"
+    return None if as_loaded is None else as_loaded.change({key: rest[key] for key in set(rest) - set(given)})
 
 
-def _other_field(ours: PreTrainedConfig, named: PreTrainedConfig) -> str | None:
-    """A field of a base's config by which it computes otherwise than the base that is named."""
-    named = named if named.model_type == ours.model_type else named.get_text_config()
-    if named.model_type != ours.model_type:  # of a part of it, or of code of its own
+def _other_field(ours: PreTrainedConfig, there: dict[str, Any]) -> str | None:
+    """A field of a base's config by which it computes otherwise than the fields of the one that is named."""
+    there = there if there.get("model_type") == ours.model_type else there.get("text_config") or {}
+    if there.get("model_type") != ours.model_type:  # of a part of it
         return None
-    fields, others = _computed(ours.to_dict()), _computed(named.to_dict())
+    fields, others = _computed(ours.to_dict()), _computed(type(ours).from_dict(dict(there)).to_dict())
     return min((name for name in fields | others if fields.get(name) != others.get(name)), default=None)
 
 
@@ -448,11 +414,6 @@ def _computed(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields of a config, and of those in it, that say what a model computes."""
     kept = {name: value for name, value in fields.items() if name not in NOT_COMPUTED}
     return {name: _computed(value) if isinstance(value, dict) else value for name, value in kept.items()}
-
-
-def _has_no_weights(folder: Path) -> bool:
-    """Whether this is a folder of a config alone."""
-    return folder.is_dir() and not any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir())
 
 
 @contextmanager

@@ -2,21 +2,13 @@
 
 import copy
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import PureWindowsPath
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,26 +16,15 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
-from hf_drafthead.modeling.files import first_line, open_tensors, read_json, shortened
+from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json, shortened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
 HTTP_ERROR = cast(type[Exception], HfHubHTTPError.__bases__[0])  # of whichever HTTP client huggingface_hub uses
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
-NOT_ASKED = "it is not in the cache, and the Hub cannot be reached (offline mode, or no connection): connect and try "
-NOT_ASKED += "again, or give a local folder"
-REFUSALS = {  # what the Hub has against a download, and what to do
-    GatedRepoError: "the repository is gated: ask for access on its page, then sign in or pass token=",
-    RepositoryNotFoundError: "the Hub has no such repository, or it is private: check the name, and sign in (`hf auth "
-    "login`) or pass token= of somebody who can read it",
-    RevisionNotFoundError: "the repository has no such revision: give a branch, tag or commit that it has",
-}
 GIVE_CHECKPOINT = "give the folder of a draft-head checkpoint, or its id on the Hub"
-HEADS_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-IN_ANOTHER_LAYOUT = (
-    "if these are heads in another project's layout, give convert=True, or convert them once with `hf-drafthead "
-)
-IN_ANOTHER_LAYOUT += "convert`"
+IN_ANOTHER_LAYOUT = "if these are heads in another project's layout, give convert=True, or convert them once with "
+IN_ANOTHER_LAYOUT += "`hf-drafthead convert`"
 
 
 def read_heads_config(
@@ -61,23 +42,22 @@ def read_heads_config(
         OSError: there is no config.json, or it cannot be fetched.
         ValueError: it belongs to another kind of model, or to another or an unknown family.
     """
-    ready = copy.deepcopy(chosen) if isinstance(chosen, PreTrainedConfig) else None
-    fields = {} if ready is not None else _heads_fields(path if chosen is None else os.fspath(chosen), hub)
-    model_type = str(fields.get("model_type") if ready is None else ready.model_type)
-    of_any, ours = family is DraftHeadConfig, model_type.startswith(MODEL_TYPE_PREFIX)
-    if of_any and ours and model_type in CONFIG_MAPPING:
-        family = CONFIG_MAPPING[model_type]
-    if model_type == family.model_type:
-        config = family.from_dict(fields) if ready is None else ready
-        if of_any and config.base_config is None:
+    if isinstance(chosen, PreTrainedConfig):
+        config, model_type = copy.deepcopy(chosen), chosen.model_type
+    else:
+        fields = _heads_fields(path if chosen is None else os.fspath(chosen), hub)
+        config, model_type = None, str(fields.get("model_type"))
+    known = [name for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX)]
+    wanted = sorted(known) if family is DraftHeadConfig else [family.model_type]
+    if model_type in wanted:
+        config = CONFIG_MAPPING[model_type].from_dict(fields) if config is None else config
+        if family is DraftHeadConfig and config.base_config is None:
             raise ValueError(f"{path!r} does not hold the config of its base: save it again, or correct config.json.")
         return config
-    if ours:
-        known = sorted(name for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
+    if model_type.startswith(MODEL_TYPE_PREFIX):
         raise ValueError(
-            f"{path!r} holds {shortened.repr(model_type)} heads, expected "
-            f"{' or '.join(known if of_any else [family.model_type])}: load it with AutoModel; a newer hf_drafthead "
-            "may know other families."
+            f"{path!r} holds {shortened.repr(model_type)} heads, expected {' or '.join(wanted)}: load it with "
+            "AutoModel; a newer hf_drafthead may know other families."
         )
     raise ValueError(
         f"{path!r} holds a {shortened.repr(model_type)} model without draft heads: {GIVE_CHECKPOINT}; to put new heads "
@@ -96,10 +76,8 @@ def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
         if not fields:
             raise OSError("there is no config.json, or it is empty")
     except (OSError, HTTP_ERROR) as error:
-        if refused := why_refused(error):
-            raise OSError(f"the heads {path!r} cannot be fetched: {refused}.") from error
         raise OSError(
-            f"{path!r} is no draft-head checkpoint ({first_line(error)}): {GIVE_CHECKPOINT}; {IN_ANOTHER_LAYOUT}."
+            f"{path!r} is no draft-head checkpoint ({in_one_line(error)}): {GIVE_CHECKPOINT}; {IN_ANOTHER_LAYOUT}."
         ) from error
     return fields
 
@@ -115,9 +93,8 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
 
 def weight_names(variant: str | None = None) -> tuple[str, str]:
     """The names of a checkpoint's file of weights, and of the index that stands in its place beside shards."""
-    if not variant:
-        return WEIGHTS, INDEX
-    return f"model.{variant}.safetensors", f"model.safetensors.index.{variant}.json"
+    added = f".{variant}" if variant else ""
+    return f"model{added}.safetensors", f"model.safetensors.index{added}.json"
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
@@ -126,21 +103,22 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
     Raises:
         OSError: there are no weights, a shard is missing, or the index cannot be read or names other files than shards.
     """
-    weights, index = weight_names(variant)
-    files = weights_in(path, weights, hub) or weights_in(path, index, hub)
-    if files is not None:
-        return files
-    refuse_unasked(path, (weights, index), hub)
+    names = weight_names(variant)
+    for name in names:
+        if (files := weights_in(path, name, hub)) is not None:
+            return files
     raise OSError(
-        f"{path!r} holds no {weights}: save the model there again, or give the folder that has it (a pickle such as "
-        "pytorch_model.bin is never opened, for it can run code)."
+        f"{path!r} holds no {names[0]} ({why_missing(path, names[0], hub)}): save the model there again, or give the "
+        "folder that has it (a pickle such as pytorch_model.bin is never opened, for it can run code)."
     )
 
 
-def refuse_unasked(path: str, names: Collection[str], hub: Mapping[str, Any]) -> None:
-    """Raise an OSError if it is not known of all these files, none of which was fetched, that they are not there."""
-    if not all(was_looked_up(path, name, hub) for name in names):
-        raise OSError(f"the weights of {path!r} cannot be fetched: {NOT_ASKED}.")
+def why_missing(path: str, name: str, hub: Mapping[str, Any]) -> str:
+    """Why a file that a model needs is not here, in transformers' words: it has none, or the Hub cannot be asked."""
+    try:
+        return str(cached_file(path, name, **hub))
+    except (OSError, HTTP_ERROR) as error:
+        return in_one_line(error)
 
 
 def read_tensors(path: str, hub: Mapping[str, Any] = NO_OPTIONS, variant: str | None = None) -> dict[str, Tensor]:
@@ -180,31 +158,10 @@ def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
     Raises:
         OSError: the Hub refuses it, or cannot be reached.
     """
-    at = f" at {hub['revision']!r}" if hub.get("revision") not in (None, "main") else ""
     try:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
     except (OSError, HTTP_ERROR) as error:
-        if (refused := why_refused(error)) is None:
-            raise
-        raise OSError(f"{name} of {path!r}{at} cannot be fetched: {refused}.") from error
-
-
-def was_looked_up(path: str, name: str, hub: Mapping[str, Any]) -> bool:
-    """Whether it is known of a file if a model has it: not where the Hub could not be asked for it.
-
-    Other files of the model in the cache do not tell: they may be a part of it.
-    """
-    if os.path.isdir(path):
-        return True
-    named = {key: hub[key] for key in ("revision", "cache_dir") if hub.get(key) is not None}
-    if try_to_load_from_cache(path, os.path.join(hub.get("subfolder") or "", name), **named) is not None:
-        return True
-    options = {key: hub[key] for key in ("subfolder", "token", "local_files_only") if hub.get(key) is not None}
-    try:
-        hf_hub_download(path, name, **named, **options)  # a cache that cannot be written to keeps no note of it
-    except (OSError, HTTP_ERROR, ValueError) as error:
-        return isinstance(error, RemoteEntryNotFoundError)
-    return True
+        raise OSError(f"{name} of {path!r} cannot be fetched ({in_one_line(error)}).") from error
 
 
 def is_missing_folder(name: str) -> bool:
@@ -213,45 +170,17 @@ def is_missing_folder(name: str) -> bool:
     return local and not os.path.isdir(name)
 
 
-def why_refused(error: BaseException) -> str | None:
-    """What the Hub had against a download, and what to do; None for an error that is not about that."""
-    cause: BaseException | None = error
-    asked = True
-    while cause is not None:
-        asked = asked and not isinstance(cause, LocalEntryNotFoundError)
-        for kind, reason in REFUSALS.items():
-            if isinstance(cause, kind):
-                return reason
-        if isinstance(cause, HfHubHTTPError) and cause.response is not None:
-            if cause.response.status_code == 401:
-                return "the Hub does not accept the token: sign in anew (`hf auth login`), or pass another token="
-            return f"the Hub answered {cause.response.status_code}: try again later"
-        if isinstance(cause, HTTP_ERROR):
-            return (
-                f"the connection broke ({type(cause).__name__}): try again, files that have arrived are kept; if a "
-                "local folder was meant, there is none of that name"
-            )
-        cause = cause.__cause__ or cause.__context__
-    return None if asked else NOT_ASKED
-
-
 @torch.inference_mode(False)
 def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
     """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used.
 
     Raises:
-        OSError: a file is no readable safetensors file, or a tensor is in two of them.
+        OSError: a file is no readable safetensors file.
     """
     mapped: dict[str, Tensor] = {}
     for file in files:
         with open_tensors(file) as tensors:
-            names = set(tensors.keys())
-            if twice := sorted(names & set(mapped)):
-                raise OSError(
-                    f"{file!r} holds the tensor {shortened.repr(twice[0])}, which another file of the checkpoint holds "
-                    "as well: copy or download the checkpoint again."
-                )
-            mapped |= {name: tensors.get_tensor(name) for name in names}
+            mapped |= {name: tensors.get_tensor(name) for name in tensors.keys()}
     return mapped
 
 
@@ -261,26 +190,24 @@ def check_tensors(path: str, tensors: Mapping[str, Tensor], expected: Mapping[st
     Raises:
         ValueError: a tensor is missing, unknown, of another shape, or of another kind of number.
     """
-    for name, wanted in expected.items():
+    advice = "save the checkpoint again, or correct config.json."
+    for name, tensor in expected.items():
         if name not in tensors:
             raise ValueError(
-                f"{path!r} lacks the tensor {name!r} {list(wanted.shape)} that its config asks for: "
-                "save the checkpoint again, or correct config.json."
+                f"{path!r} lacks the tensor {name!r} {list(tensor.shape)} that its config asks for: {advice}"
             )
-        if tensors[name].shape != wanted.shape:
-            raise ValueError(
-                f"{path!r} has {name!r} of shape {shortened.repr(list(tensors[name].shape))}, but its config asks for "
-                f"{list(wanted.shape)}: save the checkpoint again, or correct config.json."
-            )
-        allowed = HEADS_DTYPES if wanted.dtype.is_floating_point else (wanted.dtype,)
-        if tensors[name].dtype not in allowed:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in allowed)
-            raise ValueError(
-                f"{path!r} has {name!r} in {str(tensors[name].dtype).removeprefix('torch.')}, expected {names}: save "
-                "it in such a type."
-            )
+        there, wanted = _form(tensors[name]), _form(tensor)
+        if there != wanted:
+            raise ValueError(f"{path!r} has {name!r} as {there}, but its config asks for {wanted}: {advice}")
     if unknown := sorted(set(tensors) - set(expected)):
         raise ValueError(
             f"{path!r} has {len(unknown)} tensor(s) that its config does not ask for, such as "
-            f"{shortened.repr(unknown[0])}: remove them, or correct config.json."
+            f"{shortened.repr(unknown[0])}: {advice}"
         )
+
+
+def _form(tensor: Tensor) -> str:
+    """The kind of number, and the shape: all floating types of two bytes and more are converted into each other."""
+    converted = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    kind = "floating-point numbers" if converted else str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} {shortened.repr(list(tensor.shape))}"

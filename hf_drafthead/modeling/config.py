@@ -19,9 +19,7 @@ from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import CODE_FILE, NotCopied, code_of, code_references, is_of_the_package
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
-ABOUT_THE_BASE = {"base_config", "base_included", "base_model_name_or_path", "base_model_revision"}
-ABOUT_THE_BASE |= {"adapter_name_or_path", "adapter_revision", "base_gguf_file", "last_hidden_size"}
-ABOUT_THE_BASE |= {"base_subfolder", "base_origin", "base_adapters"}
+KINDS: dict[Any, str] = {bool: "True or False", bool | None: "True, False or None", str | None: "text, or None"}
 BASE_FOLDER = "base"  # of a checkpoint, in which a base lies that is not the named one any more
 # A config builds modules before a tensor is looked at: these keep what it can cost far above anything published.
 MAX_HEADS = 64
@@ -67,7 +65,8 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     """
 
     model_type = "drafthead"
-    sub_configs: ClassVar = {"base_config": AutoConfig}
+    sub_configs: ClassVar = {"base_config": AutoConfig}  # and the others that a family has
+    any_depth: ClassVar[bool] = False  # guesses go on from guesses, as deep as a tree is
 
     base_config: dict[str, Any] | PreTrainedConfig | None = None
     base_model_name_or_path: str | None = None
@@ -82,6 +81,11 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     last_hidden_size: int | None = None
     num_draft_heads: int = 4
     draft_vocab_size: int | None = None
+
+    def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
+        names = ("base_config", "layer_config", "draft_config")
+        cls.sub_configs = {name: AutoConfig for name in names if hasattr(cls, name)}
+        super().__init_subclass__(*args, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
         # The parent's __post_init__ resets the attention implementation of sub-configs in place, which would turn a
@@ -103,10 +107,10 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         self._check_count("num_draft_heads", 1, MAX_HEADS)
         if "num_layers" in self.heads_fields():
             self._check_count("num_layers", 1, MAX_LAYERS)
-        for name in sorted(self.heads_fields() | {"base_included"}):
-            value = getattr(self, name)
-            if isinstance(getattr(type(self), name, None), bool) and not isinstance(value, bool):
-                raise ValueError(f"{name} is {shortened.repr(value)}: expected True or False.")
+        for field in fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if field.name in self.own_fields() and kind in KINDS and not isinstance(value, kind):  # type: ignore
+                raise ValueError(f"{field.name} is {shortened.repr(value)}: expected {KINDS[kind]}.")
         if self.last_hidden_size is not None:
             self._check_count("last_hidden_size", 1)
         if self.base_adapters is not None:
@@ -116,10 +120,6 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
                     f"base_adapters is {shortened.repr(self.base_adapters)}: expected names of folders, with true or "
                     "false."
                 )
-        for name in sorted(ABOUT_THE_BASE - {"base_config", "base_included", "base_adapters", "last_hidden_size"}):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"{name} is {shortened.repr(value)}: expected text, or None.")
         if isinstance(self.base_config, DraftHeadConfig):
             raise ValueError(
                 f"base_config is of a model with draft heads itself ({self.base_config.model_type!r}): give the config "
@@ -155,7 +155,7 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     @property
     def family(self) -> str:
         """The family's short name, as the papers name it: `medusa`, `hydra`, `hydra++`, `amphista`, ..."""
-        return self.model_type.removeprefix(MODEL_TYPE_PREFIX)
+        return self.model_type.removeprefix(MODEL_TYPE_PREFIX).replace("_", "-")
 
     @property
     def width(self) -> int:
@@ -165,13 +165,17 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     @property
     def max_depth(self) -> int | None:
         """Deepest level of a draft tree that the heads can guess; None if there is no limit."""
-        return self.num_draft_heads
+        return None if self.any_depth else self.num_draft_heads
+
+    @classmethod
+    def own_fields(cls) -> set[str]:
+        """Names of the fields that not every config of transformers has."""
+        return {field.name for field in fields(cls)} - {field.name for field in fields(PreTrainedConfig)}
 
     @classmethod
     def heads_fields(cls) -> set[str]:
         """Names of the fields that describe the heads, without those about the base and those of every config."""
-        of_every_config = {field.name for field in fields(PreTrainedConfig)}
-        return {field.name for field in fields(cls)} - of_every_config - ABOUT_THE_BASE
+        return {name for name in cls.own_fields() if not name.startswith(("base_", "adapter_", "last_hidden_size"))}
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> PreTrainedConfig:
         """The base's text config; this config itself while there is no base."""

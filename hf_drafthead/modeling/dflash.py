@@ -14,11 +14,11 @@ of a tree level, F feature layers, H hidden of the drafter, R rank, V vocabulary
 """
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, Qwen3Config
+from transformers import Qwen3Config
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.bases.slots import ROOM, SLOTS, SlotCache
@@ -82,7 +82,6 @@ class DFlashConfig(DraftHeadConfig):
     """
 
     model_type = "drafthead_dflash"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
 
     num_draft_heads: int = 7
     feature_layers: list[int] | tuple[int, ...] | None = None
@@ -110,7 +109,7 @@ class DFlashConfig(DraftHeadConfig):
 
     @property
     def family(self) -> str:
-        return "dspark" if self.markov_rank else "dflash"
+        return "dspark" if self.markov_rank else super().family
 
     @property
     def block_size(self) -> int:
@@ -383,5 +382,4 @@ class DFlashForCausalLM(DraftHeadPreTrainedModel):
     """A base with a block drafter; `from_base(base, config=DFlashConfig.dspark())` for DSpark."""
 
     config_class = DFlashConfig
-    config: DFlashConfig
     drafter_class = DFlashDrafter

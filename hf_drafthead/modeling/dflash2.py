@@ -45,10 +45,6 @@ class DFlash2Config(DFlashConfig):
     selector_rank: int = 256
     selector_top_k: int = 16
 
-    @property
-    def family(self) -> str:
-        return "dflash2"
-
     def check(self) -> None:
         """Refuse what cannot be built."""
         super().check()
@@ -244,5 +240,4 @@ class DFlash2ForCausalLM(DraftHeadPreTrainedModel):
     """A base with a DFlash 2 drafter."""
 
     config_class = DFlash2Config
-    config: DFlash2Config
     drafter_class = DFlash2Drafter

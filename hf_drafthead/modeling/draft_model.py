@@ -10,12 +10,12 @@ vocabulary that both models share, S whatever the logits are made of: H, or V' w
 import copy
 import os
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.bases.errors import Unsupported
@@ -60,21 +60,13 @@ class DraftModelConfig(DraftHeadConfig):
     """
 
     model_type = "drafthead_draft_model"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "draft_config": AutoConfig}
+    any_depth = True
 
     num_draft_heads: int = 1
     draft_config: dict[str, Any] | PreTrainedConfig | None = None
     draft_model_name_or_path: str | None = None
     draft_model_revision: str | None = None
     draft_included: bool = True
-
-    @property
-    def family(self) -> str:
-        return "draft-model"
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
 
     @property
     def own_layer(self) -> PreTrainedConfig:
@@ -256,7 +248,6 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
     """A base with a small language model that drafts for it."""
 
     config_class = DraftModelConfig
-    config: DraftModelConfig
     drafter_class = DraftModelDrafter
     drafter: DraftModelDrafter
 

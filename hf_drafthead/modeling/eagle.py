@@ -10,11 +10,10 @@ F feature layers, H hidden, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.bases.slots import ROOM, SlotCache
@@ -51,16 +50,12 @@ class EagleConfig(DraftHeadConfig):
     """
 
     model_type = "drafthead_eagle"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
+    any_depth = True
 
     num_draft_heads: int = 1
     fc_bias: bool = False
     feature_layers: list[int] | tuple[int, ...] = (-1,)
     layer_config: dict[str, Any] | PreTrainedConfig | None = None
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
 
     def check(self) -> None:
         super().check()
@@ -151,5 +146,4 @@ class EagleForCausalLM(DraftHeadPreTrainedModel):
     """A base with an EAGLE head."""
 
     config_class = EagleConfig
-    config: EagleConfig
     drafter_class = EagleDrafter

@@ -10,11 +10,10 @@ Shapes: B rows, A newly verified positions, T positions, n nodes of a tree level
 drafter, D draft vocabulary, V vocabulary of the base.
 """
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -66,7 +65,7 @@ class Eagle3Config(DraftHeadConfig):
     """
 
     model_type = "drafthead_eagle3"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
+    any_depth = True
 
     num_draft_heads: int = 7
     feature_layers: list[int] | tuple[int, ...] | None = None
@@ -87,11 +86,7 @@ class Eagle3Config(DraftHeadConfig):
 
     @property
     def family(self) -> str:
-        return "eagle3.1" if self.fc_norm and self.norm_output else "eagle3"
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
+        return "eagle3.1" if self.fc_norm and self.norm_output else super().family
 
     @property
     def window(self) -> int | None:
@@ -263,5 +258,4 @@ class Eagle3ForCausalLM(DraftHeadPreTrainedModel):
     """A base with an EAGLE-3 head."""
 
     config_class = Eagle3Config
-    config: Eagle3Config
     drafter_class = Eagle3Drafter

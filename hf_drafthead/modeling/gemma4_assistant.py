@@ -12,11 +12,11 @@ head, H hidden of the base, W of the assistant, N clusters, V vocabulary, D draf
 """
 
 import copy
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, Gemma4TextConfig
+from transformers import Gemma4TextConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -49,21 +49,13 @@ class GemmaAssistantConfig(DraftHeadConfig):
     """
 
     model_type = "drafthead_gemma4_assistant"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
+    any_depth = True
 
     num_draft_heads: int = 4
     num_layers: int = 4
     layer_config: dict[str, Any] | PreTrainedConfig | None = None
     num_centroids: int = 0
     centroid_top_k: int = 32
-
-    @property
-    def family(self) -> str:
-        return "gemma4-assistant"
-
-    @property
-    def max_depth(self) -> int | None:
-        return None
 
     @property
     def kinds(self) -> list[str]:
@@ -323,5 +315,4 @@ class GemmaAssistantForCausalLM(DraftHeadPreTrainedModel):
     """A base with an assistant of Gemma 4's kind."""
 
     config_class = GemmaAssistantConfig
-    config: GemmaAssistantConfig
     drafter_class = GemmaAssistantDrafter

@@ -5,12 +5,11 @@ Hydra++ is Hydra with deeper heads, which read what a decoder layer of their own
 Shapes: B rows, T positions, n nodes of a level, H hidden, V vocabulary.
 """
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.bases.slots import ROOM, SlotCache
@@ -58,7 +57,6 @@ class HydraConfig(DraftHeadConfig):
     """
 
     model_type = "drafthead_hydra"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
 
     num_layers: int = 1
     tie_blocks: bool = False
@@ -180,5 +178,4 @@ class HydraForCausalLM(DraftHeadPreTrainedModel):
     """A base with Hydra heads; `from_base(base, config=HydraConfig.plus_plus())` for Hydra++."""
 
     config_class = HydraConfig
-    config: HydraConfig
     drafter_class = HydraDrafter

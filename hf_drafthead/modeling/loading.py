@@ -2,7 +2,9 @@
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -28,12 +30,11 @@ from hf_drafthead.modeling.base_model import (
     load_named,
     locate_base,
     refuse_loading_arguments,
-    refuse_misspelt,
     refuse_unfit,
     width_of,
 )
 from hf_drafthead.modeling.checkpoint import check_tensors, read_generation_settings, read_heads_config, read_tensors
-from hf_drafthead.modeling.config import ABOUT_THE_BASE, BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig
+from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import in_one_line, shortened
 from hf_drafthead.modeling.layers import share_start
@@ -58,10 +59,11 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     drafter_class: ClassVar[type[Drafter]]
     checkpoint_revision: str | None = None
     _as_loaded: Fingerprint | None = None  # of the base; None if it was never loaded
-    _was_live = False  # the base was given as a loaded model
-    _base_names: tuple[str | None, str | None] = (None, None)  # for which the heads were trained, and which it has
+    _copies: Mapping[str | None, str | None] = MappingProxyType({})  # of a base that is named, which one is here
 
-    def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
+    def __init__(
+        self, config: DraftHeadConfig, build_base: bool = True, built: Callable[[Any], None] | None = None
+    ) -> None:
         if not isinstance(config.base_config, PreTrainedConfig):
             raise ValueError(
                 f"{type(config).__name__} has no base_config: give it the config of the base, or use "
@@ -82,6 +84,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             config.last_hidden_size = width_of(self.base)
         self.drafter = self.drafter_class(config)
         self.post_init()
+        if built is not None:
+            built(self)
         if build_base:
             self.attach(self.base)
             self.drafter.copy_from_base()
@@ -120,21 +124,16 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             cls._refuse_other_family(config)
         family_fields = cls.config_class.heads_fields()
         config_fields = {name: getattr(config, name) for name in family_fields} if config is not None else {}
-        config_fields |= {name: kwargs.pop(name) for name in (family_fields | ABOUT_THE_BASE) & set(kwargs)}
+        config_fields |= {name: kwargs.pop(name) for name in cls.config_class.own_fields() & set(kwargs)}
         loaded: Any = base
         origin: dict[str, Any]
         if isinstance(base, nn.Module):
             loaded = unwrapped(base)
-            refuse_unfit(loaded.config, type(base).__name__, loaded=True)
-            refuse_misspelt(kwargs, family_fields)
-            refuse_loading_arguments(loaded, kwargs)
-            name = getattr(loaded.config, "_name_or_path", "")
-            origin = {"base_model_name_or_path": full_name(name) if name else None}
-            origin["base_model_revision"] = base_revision
+            origin = {**_origin_of(loaded, kwargs), "base_model_revision": base_revision}
         else:
             hub = {key: kwargs.pop(key) for key in (HUB_ARGUMENTS | {"subfolder"}) & set(kwargs)}
             hub["revision"] = base_revision or "main"
-            loaded, origin = load_named(os.fspath(base), hub, kwargs, fields=family_fields)
+            loaded, origin = load_named(os.fspath(base), hub, kwargs)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         origin["last_hidden_size"] = width_of(loaded)
@@ -157,7 +156,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.drafter.copy_from_base()
         share_start(model.drafter, loaded)
         loaded.requires_grad_(False)
-        model._remember_base(live=isinstance(base, nn.Module))
+        model._as_loaded = Fingerprint(loaded, model.config)
         model.drafter.train(loaded.training)
         model.training = loaded.training
         model._take_generation_config({})
@@ -221,10 +220,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Which weights of the base or the drafter are others of it, by their names in the whole model."""
         tied = getattr(getattr(self, part), "all_tied_weights_keys", None) or {}
         return {f"{part}.{target}": f"{part}.{source}" for target, source in tied.items()}
-
-    def _remember_base(self, live: bool) -> None:
-        """Note what the base is now, to know when it is saved whether its name still names it."""
-        self._was_live, self._as_loaded = live, Fingerprint(self.base)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but what calls have found out about the base, as a copy does by itself."""
@@ -323,7 +318,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         )
         model.name_or_path = model.config.name_or_path = path or ""
         base = model._base_of(path, inside, base_model, base_revision, fetch, hub, kwargs)
-        live = isinstance(base_model, nn.Module)
         if inside:  # the settings of base and heads are one file there
             base.generation_config = GenerationConfig.from_dict(
                 {name: value for name, value in settings.items() if name not in DraftSettings.names()}
@@ -331,9 +325,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.attach(base)
         model.drafter.check_values(path or "state_dict")
         model._take_generation_config(settings)
+        live = isinstance(base_model, nn.Module)
         if not live:  # a live model stays as it is
             base.requires_grad_(False)
-        model._remember_base(live)
+        model._as_loaded = Fingerprint(base, model.config)
         model._take_adapters(path, hub, live)
         if adapter_path is not None and (folder := find_adapter(adapter_path, {**hub, **adapter})):
             model.load_adapter(folder)
@@ -356,38 +351,30 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without a base, its drafter loaded by transformers; and tensors of a base that lie with the heads,
         as earlier releases wrote them."""
-        blank = cls._blank(config, path)
-        expected = blank.state_dict()
         tensors = dict(read_tensors(path, hub, variant) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
         inside = {name: tensors.pop(name) for name in of_base}
-        tied = blank._tied("drafter").items()  # a checkpoint holds such weights once
-        check_tensors(
-            path, {target: tensors[source] for target, source in tied if source in tensors} | tensors, expected
-        )
+
+        def check(model: LoadableModel) -> None:
+            tied = model._tied("drafter").items()  # a checkpoint holds such weights once
+            there = {target: tensors[source] for target, source in tied if source in tensors} | tensors
+            check_tensors(path, there, model.state_dict())
+
         if not tensors:  # copies alone
-            return cls(config, build_base=False).eval(), inside
-        for holder in (config, config.base_config):  # of a base that is not here
-            holder.__dict__.pop("quantization_config", None)
-        model, info = super().from_pretrained(
-            None, config=config, state_dict=tensors, build_base=False, output_loading_info=True, use_safetensors=None
-        )
-        if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])):
-            raise ValueError(f"{path!r} does not fit its config: {wrong[0]!r}: save the checkpoint again.")
+            model = cls._blank(config, path).eval()
+            check(model)
+            return model, inside
+        for holder in filter(None, (config, config.base_config)):  # of a base that is not here
+            vars(holder).pop("quantization_config", None)
+        with _building(path):  # and checked before it takes memory
+            model = super().from_pretrained(None, config=config, state_dict=tensors, build_base=False, built=check)
         return model, inside
 
     @classmethod
     def _blank(cls: type[LoadedModel], config: DraftHeadConfig, path: str) -> LoadedModel:
         """The model without base and memory: its names and shapes."""
-        try:
-            with torch.device("meta"), no_init_weights():
-                return cls(config, build_base=False)
-        except (OSError, ValueError):
-            raise
-        except Exception as error:  # torch and transformers raise anything for values that make no layer
-            raise ValueError(
-                f"no heads can be built from the config of {path!r} ({in_one_line(error)}): correct config.json."
-            ) from error
+        with _building(path), torch.device("meta"), no_init_weights():
+            return cls(config, build_base=False)
 
     def _base_of(
         self,
@@ -399,33 +386,25 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         hub: Mapping[str, Any],
         arguments: dict[str, Any],
     ) -> Any:
-        """The base that these heads run on, checked against what they were trained for.
+        """The base that these heads run on, checked against what they were trained for: the one that the user has
+        chosen, one of which the tensors lie with the heads, or the one that the config names.
 
         Args:
-            path: of the heads.
-            inside: tensors of the base that lie with them, by their names in the whole model.
-            chosen, revision: the user's choice of a base; None for the one that the config names.
             fetch, hub: keyword arguments of every download, and of those of the heads.
             arguments: for loading the base.
         """
         config, place = self.config, _place(path, hub)
         if isinstance(chosen, nn.Module):
             base = unwrapped(chosen)
-            refuse_loading_arguments(base, arguments)
-            name = getattr(base.config, "_name_or_path", "")
-            refuse_unfit(base.config, type(base).__name__, loaded=True)
-            check_base(config, base.config, name or type(base).__name__)
-            origin: dict[str, Any] = {"base_model_name_or_path": full_name(name) if name else None}
+            origin = _origin_of(base, arguments)
+            check_base(config, base.config, origin["base_model_name_or_path"] or type(base).__name__)
         elif chosen is not None:
             named = {**fetch, "revision": revision or "main"}
             base, origin = load_named(os.fspath(chosen), named, arguments, checkpoint=place, config=config)
         elif config.base_included:
             if revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
-            if not arguments.setdefault("use_safetensors", True):
-                raise ValueError(
-                    f"{path!r} is only read as safetensors, for a pickle can run code: drop use_safetensors."
-                )
+            arguments["use_safetensors"] = True  # a pickle could run code
             if inside:
                 return self._from_inside(inside, arguments)
             if os.path.isdir(folder := os.path.join(place, BASE_FOLDER)):
@@ -447,27 +426,21 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             config.base_model_revision = origin.get("base_model_revision")
             if chosen is not None:
                 config.base_gguf_file, config.base_included = origin.get("base_gguf_file"), False
-        self._base_names = recorded, name
+        self._copies = {recorded: name}
         return base
 
     def _from_inside(self, tensors: Mapping[str, Tensor], arguments: dict[str, Any]) -> Any:
         """The base of which the tensors lie with the heads, as earlier releases wrote them."""
-        state = {name.removeprefix("base."): tensor for name, tensor in tensors.items()}
+        path, state = self.config.name_or_path, {name[5:]: tensor for name, tensor in tensors.items()}
         config: Any = copy.deepcopy(self.config.base_config)
-        try:
+        with _building(path):
             with torch.device("meta"), no_init_weights():
                 kind = type(auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False))
-            arguments = {**arguments, "output_loading_info": True}
-            base, info = kind.from_pretrained(None, config=config, state_dict=state, **arguments)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
-            raise ValueError(
-                f"the base in {self.config.name_or_path!r} cannot be built from its config ({in_one_line(error)}): "
-                "correct config.json."
-            ) from error
-        if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])):
-            raise ValueError(
-                f"{self.config.name_or_path!r} does not fit its config: its base and {wrong[0]!r}: correct config.json."
+            base, info = kind.from_pretrained(
+                None, config=config, state_dict=state, **arguments, output_loading_info=True
             )
+        if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])):
+            raise ValueError(f"{path!r} does not fit its config: its base and {wrong[0]!r}: correct config.json.")
         return base
 
     def _take_adapters(self, path: str | None, hub: Mapping[str, Any], live: bool) -> None:
@@ -491,6 +464,27 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if wanted:
             activate(self.base, [name for name, on in wanted.items() if on])
         config.base_adapters = config.adapter_name_or_path = config.adapter_revision = None
+
+
+def _origin_of(base: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of a base that is a loaded model; refused if it is unfit, or with arguments of a loading."""
+    refuse_unfit(base.config, type(base).__name__, loaded=True)
+    refuse_loading_arguments(base, arguments)
+    name = getattr(base.config, "_name_or_path", "")
+    return {"base_model_name_or_path": full_name(name) if name else None}
+
+
+@contextmanager
+def _building(path: str) -> Iterator[None]:
+    """Say of which checkpoint a config is from which nothing can be built."""
+    try:
+        yield
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # torch and transformers raise anything for values that make no layer
+        raise ValueError(
+            f"{path!r} cannot be built from its config ({in_one_line(error)}): correct config.json."
+        ) from error
 
 
 def _place(path: str | None, hub: Mapping[str, Any]) -> str:

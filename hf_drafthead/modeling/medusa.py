@@ -100,5 +100,4 @@ class MedusaForCausalLM(DraftHeadPreTrainedModel):
     """A base with Medusa heads."""
 
     config_class = MedusaConfig
-    config: MedusaConfig
     drafter_class = MedusaDrafter

@@ -17,11 +17,10 @@ import copy
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
@@ -106,7 +105,6 @@ class MtpConfig(DraftHeadConfig):
     """
 
     model_type = "drafthead_mtp"
-    sub_configs: ClassVar = {"base_config": AutoConfig, "layer_config": AutoConfig}
 
     num_draft_heads: int = 3
     num_modules: int | None = None
@@ -148,9 +146,6 @@ class MtpConfig(DraftHeadConfig):
             self._check_count("num_modules", 1, MAX_LAYERS)
             self.num_draft_heads = self.num_draft_heads if self.num_modules == 1 else self.num_modules
         super().check()
-        for name in FLAGS:
-            if not isinstance(getattr(self, name), bool | None):
-                raise ValueError(f"{name} is {getattr(self, name)!r}: expected True, False or None.")
         self._check_layer("an MTP module is a decoder layer", True)
 
 
@@ -319,7 +314,6 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
     """A base with its own modules for multi-token prediction."""
 
     config_class = MtpConfig
-    config: MtpConfig
     drafter_class = MtpDrafter
 
     @classmethod

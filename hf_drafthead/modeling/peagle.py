@@ -40,18 +40,11 @@ class PEagleConfig(Eagle3Config):
     """
 
     model_type = "drafthead_peagle"
+    any_depth = False
 
     num_draft_heads: int = 7
     num_layers: int = 4
     mask_token_id: int | None = None
-
-    @property
-    def family(self) -> str:
-        return "peagle"
-
-    @property
-    def max_depth(self) -> int | None:
-        return self.num_draft_heads
 
     def check(self) -> None:
         """Fill in what is to be as published, once the base is known, and refuse what cannot be built."""
@@ -172,5 +165,4 @@ class PEagleForCausalLM(DraftHeadPreTrainedModel):
     """A base with a P-EAGLE head."""
 
     config_class = PEagleConfig
-    config: PEagleConfig
     drafter_class = PEagleDrafter

@@ -57,7 +57,6 @@ class LookupForCausalLM(DraftHeadPreTrainedModel):
     """A base whose text is guessed by copies of the text alone; a checkpoint names the base, and has no tensors."""
 
     config_class = LookupConfig
-    config: LookupConfig
     drafter_class = LookupDrafter
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:

@@ -1,24 +1,16 @@
 """Who is about to upload a model: transformers sends what `save_pretrained` wrote, and does not tell the model."""
 
 import sys
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 TRAINER, ANY_OBJECT = "transformers.trainer", "transformers.utils.hub"  # whose methods upload a folder
 
 
-@dataclass(frozen=True)
-class Publisher:
-    """A Trainer, or a method of transformers such as `pipeline(...).push_to_hub`.
+class Publisher(NamedTuple):
+    """Where a Trainer, or (None) another method of transformers, uploads to, and with which token of the Hub."""
 
-    Attributes:
-        repo_id: where it uploads to; None in a process that uploads nothing itself.
-        token: of the Hub.
-        trainer: None for another.
-    """
-
-    repo_id: str | None
+    repo_id: str | None  # None in a process that uploads nothing itself
     token: str | bool | None
     trainer: Any = None
 

@@ -12,7 +12,7 @@ from hf_drafthead.modeling.checkpoint import HTTP_ERROR
     [
         (NotASafetensorsRepoError("no such file"), "'org/heads' holds no weights as safetensors: a pickle is never"),
         (SafetensorsParsingError("no\nheader."), "the weights of 'org/heads' cannot be read (SafetensorsParsingError:"),
-        (HTTP_ERROR("reset"), "the weights of 'org/heads' cannot be read: the connection broke (HTTPError): try again"),
+        (HTTP_ERROR("reset"), "the weights of 'org/heads' cannot be read (HTTPError: reset): try again."),
     ],
     ids=["pickle", "damaged", "network"],
 )

@@ -62,7 +62,7 @@ MEDUSA, HYDRA, EAGLE = "medusa_v1_own_lmhead_l1", "hydrapp_prefix_mlp_l1_grounde
 def test_nothing_there(tmp_path):
     with refused(OSError, "there is no file or folder './nowhere/at all': give one, or the id of a repository on..."):
         convert_checkpoint("./nowhere/at all")
-    with refused(OSError, "'...' holds no weights: expected one of medusa_lm_head.safetensors, medusa_lm_head.pt, ..."):
+    with refused(OSError, "'...' holds no weights (...): expected one of medusa_lm_head.safetensors, ..."):
         convert_checkpoint(tmp_path)
 
 
@@ -332,7 +332,7 @@ def test_a_base_whose_layer_is_another(place, tmp_path, golden_folder):
     config.intermediate_size = 100
     config.save_pretrained(tmp_path / "other")
     with refused(
-        ValueError, "'...' has 'drafter.prefix.layer.mlp.gate_proj.weight' of shape [128, 64], but its config..."
+        ValueError, "'...' has 'drafter.prefix.layer.mlp.gate_proj.weight' as ... [128, 64], but its config..."
     ):
         convert_checkpoint(place(HYDRA), base_model=tmp_path / "other")
 

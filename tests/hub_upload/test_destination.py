@@ -129,10 +129,7 @@ def test_a_card_that_cannot_be_read_is_not_overwritten(hub, base, clients):
     append_to_card(hub, THANKS)
     hub.fail("HEAD", "/org/heads/resolve/.*README.md", times=99, status=503)
     answer = clients.run(PATIENCE + PUSH, token="hf_owner", seed=1, words={})
-    assert answer.err.splitlines()[-1] == (
-        f"OSError: README.md of 'org/heads' at {hub.repos['org/heads'].refs['main']!r} cannot be fetched: the Hub "
-        "answered 503: try again later."
-    )
+    assert "OSError: README.md of 'org/heads' cannot be fetched (" in answer.err.splitlines()[-1]
     assert b"To my cat." in hub.repos["org/heads"].files()["README.md"]
 
 
@@ -208,5 +205,4 @@ def test_a_model_to_serve_that_the_hub_does_not_have_is_refused(hub, clients):
     pytest.importorskip("uvicorn")
     answer = command(clients, "serve", "org/nothing", token=None)
     assert answer.code == 2 and answer.err.count("\n") == 1
-    line = "hf-drafthead: the heads 'org/nothing' cannot be fetched: the Hub has no such repository"
-    assert answer.err.startswith(line)
+    assert answer.err.startswith("hf-drafthead: config.json of 'org/nothing' cannot be fetched (org/nothing is not")

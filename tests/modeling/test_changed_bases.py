@@ -1,5 +1,7 @@
 """A base that is not the named one any more is found out, however little of it changed and whoever changed it."""
 
+import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -67,6 +69,13 @@ def test_a_live_base_is_compared_with_the_named_one(named, tmp_path, change):
 def test_an_unchanged_live_base_is_named(named):
     assert MedusaForCausalLM.from_base(live(named)).base_change() is None
     assert MedusaForCausalLM.from_base(live(named, dtype=torch.bfloat16)).base_change() is None
+
+
+@pytest.mark.parametrize(
+    "twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copied_model_names_its_base(named, twin):
+    assert twin(MedusaForCausalLM.from_base(named)).base_change() is None
 
 
 def test_one_value_is_seen_that_no_count_of_writes_tells(named, tmp_path):

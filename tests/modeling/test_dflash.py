@@ -35,50 +35,6 @@ def test_a_block_has_a_slot_for_the_anchor_only_where_that_is_not_read():
 
 
 WIDE = Qwen3Config(hidden_size=48, num_attention_heads=4, head_dim=12, num_key_value_heads=2, num_hidden_layers=1)
-REFUSED = {
-    "a mask token that the base has no row for": (
-        {"mask_token_id": 67},
-        "mask_token_id is 67, but the base embeds 67 tokens, numbered from 0: give one of them, best one that no text "
-        "has.",
-    ),
-    "a layer beyond the base": (
-        {"feature_layers": [1, 2]},
-        "feature_layers is [1, 2], but the base has 2 layers: a block drafter reads their inputs, numbered from 0 "
-        "(embeddings) to 1.",
-    ),
-    "a drafter of another width": (
-        {"layer_config": WIDE},
-        "layer_config has hidden size 48, but the base's lm_head reads 32: set share_lm_head=False, or give the layer "
-        "the base's size.",
-    ),
-    "a block that is too long": (
-        {"num_draft_heads": 64},
-        "num_draft_heads is 64, a block of 65: expected at most 64.",
-    ),
-    "an unknown Markov head": (
-        {"markov_head_type": "gru"},
-        "markov_head_type is 'gru': expected one of 'vanilla', 'gated', 'rnn'.",
-    ),
-    "a threshold without its head": (
-        {"confidence_threshold": 0.5},
-        "confidence_threshold is 0.5: expected a float from 0 to 1, and confidence_head to be True.",
-    ),
-    "causal layers in a list of their own": (
-        {"causal_layers": [[1]]},
-        "causal_layers is [[1]]: expected a list of layers from 0 to 4.",
-    ),
-    "a causal layer that is not there": (
-        {"causal_layers": [5]},
-        "causal_layers is [5]: expected a list of layers from 0 to 4.",
-    ),
-}
-
-
-@pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_refused_in_one_line(fields, message):
-    with pytest.raises(ValueError) as refusal:
-        DFlashForCausalLM.from_base(tiny_base(), **fields)
-    assert str(refusal.value) == message
 
 
 def test_layers_whose_keys_cannot_be_made_of_a_context_are_refused():

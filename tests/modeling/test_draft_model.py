@@ -225,13 +225,6 @@ def test_a_name_that_nobody_gave(base, tmp_path):
     refused(ValueError, line, lambda: model.save_pretrained(tmp_path, include_draft=False))
 
 
-def test_heads_of_its_own_are_not_asked_for(base):
-    line = (
-        "num_draft_heads is 3, but a draft model guesses at every depth: leave it out, the tree says how deep to guess."
-    )
-    refused(ValueError, re.escape(line), lambda: DraftModelForCausalLM.from_base(base, num_draft_heads=3))
-
-
 def test_what_it_is_trained_on_is_what_it_drafts(base):
     drafter = DraftModelForCausalLM.from_base(base, draft=tiny_base("qwen2", seed=5)).drafter
     ids = torch.randint(3, VOCABULARY, (2, 9))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig
 
 from hf_drafthead.modeling import (
     AmphistaConfig,
@@ -251,118 +251,6 @@ def test_rotary_frequencies_stay_exact_in_half_precision(model_class, fields, tm
     for one in (model, model_class.from_pretrained(tmp_path / "heads"), model.half(), model.double()):
         buffers = [buffer for name, buffer in one.drafter.named_buffers() if name.endswith("inv_freq")]
         assert buffers and all(torch.equal(buffer, exact) for buffer in buffers)
-
-
-@pytest.mark.parametrize(
-    "model_class, fields, message",
-    [
-        (
-            AmphistaForCausalLM,
-            {"num_stages": 3, "num_draft_heads": 2},
-            "num_stages is 3, but num_draft_heads is 2: a stage that no head reads is of no use, ask for as many "
-            "stages as heads at most.",
-        ),
-        (
-            AmphistaForCausalLM,
-            {"lm_head_rank": 33},
-            "lm_head_rank is 33, but the hidden size is 32: a rank above it saves nothing, ask for less or for None.",
-        ),
-        (
-            AmphistaForCausalLM,
-            {"lm_head_rank": 8, "share_lm_head": True},
-            "lm_head_rank is 8, but share_lm_head is True: the base's lm_head is not split, set one of them only.",
-        ),
-        (AmphistaForCausalLM, {"num_stages": -1}, "num_stages is -1: expected a whole number of at least 0."),
-        (
-            EagleForCausalLM,
-            {"num_draft_heads": 4},
-            "num_draft_heads is 4, but EAGLE has 1 head that guesses at every depth: leave it out, the tree says how "
-            "deep to guess.",
-        ),
-        (
-            EagleForCausalLM,
-            {"feature_layers": "last"},
-            "feature_layers is 'last': expected a list of layer numbers, such as [-1].",
-        ),
-        (
-            HydraForCausalLM,
-            {"prefix_layer": True, "layer_config": LlamaConfig(hidden_size=48, num_attention_heads=4)},
-            "layer_config has hidden size 48, but the base has 32: give the layer the base's.",
-        ),
-        (
-            HydraForCausalLM,
-            {"tie_blocks": True},
-            "tie_blocks is True, but num_layers is 1: there is no block behind the first one to tie, ask for more "
-            "layers or for tie_blocks=False.",
-        ),
-        (
-            HydraForCausalLM,
-            {"layer_config": LlamaConfig(hidden_size=32, num_attention_heads=4)},
-            "layer_config is of a 'llama' model, but prefix_layer is False: there is no layer to build from it, leave "
-            "it out or ask for one.",
-        ),
-        (
-            AmphistaForCausalLM,
-            {"num_stages": 0, "num_auto_embedding_layers": 0, "layer_config": LlamaConfig(hidden_size=32)},
-            "layer_config is of a 'llama' model, but num_stages is 0 and num_auto_embedding_layers is 0: there is no "
-            "layer to build from it, leave it out or ask for one.",
-        ),
-        (
-            AmphistaForCausalLM,
-            {"layer_config": {"hidden_size": 32}},
-            "layer_config has no model_type: give the config of a model, such as a LlamaConfig.",
-        ),
-        (
-            EagleForCausalLM,
-            {"layer_config": LlamaConfig(hidden_size=32, num_attention_heads=4, num_key_value_heads=3)},
-            "layer_config has num_attention_heads 4, but num_key_value_heads 3: the first must be a multiple of the "
-            "second.",
-        ),
-        (
-            AmphistaForCausalLM,
-            {"lm_head_bias": True, "share_lm_head": True},
-            "lm_head_bias is True, but share_lm_head is True: the base's lm_head is used as it is, set one of them "
-            "only.",
-        ),
-        (
-            AmphistaForCausalLM,
-            {"num_auto_embedding_layers": -1},
-            "num_auto_embedding_layers is -1: expected a whole number from 0 to 32.",
-        ),
-        (AmphistaForCausalLM, {"lm_head_rank": 0}, "lm_head_rank is 0: expected a whole number of at least 1."),
-        *(
-            (
-                EagleForCausalLM,
-                {"feature_layers": layers},
-                f"feature_layers is {layers}, but the base has 2 layers: its hidden states are numbered from 0 "
-                "(embeddings) to 2, or from -1 down to -3.",
-            )
-            for layers in ([3], [-1, -4])
-        ),
-    ],
-)
-def test_relations_that_cannot_be(model_class, fields, message):
-    with pytest.raises(ValueError) as refusal:
-        model_class.from_base(tiny_base(), **fields)
-    assert str(refusal.value) == message
-
-
-@pytest.mark.parametrize(
-    "model_class, fields, asking",
-    [
-        (HydraForCausalLM, {"prefix_layer": True}, "prefix_layer is True"),
-        (AmphistaForCausalLM, {"num_stages": 1}, "num_stages is 1 and num_auto_embedding_layers is 1"),
-        (EagleForCausalLM, {}, "an EAGLE head is a decoder layer"),
-    ],
-)
-def test_decoder_layers_for_a_base_without_attention_heads(model_class, fields, asking):
-    base = tiny_base("mamba", num_attention_heads=None)
-    with pytest.raises(ValueError) as refusal:
-        model_class.from_base(base, **fields)
-    assert str(refusal.value) == (
-        f"{asking}, but a 'mamba' model has no attention heads to build a decoder layer of: give layer_config= of a "
-        "model that has, or use Medusa or Hydra heads."
-    )
 
 
 @pytest.mark.parametrize("layer", [0, 2, -1, -3])

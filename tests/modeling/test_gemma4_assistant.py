@@ -260,21 +260,6 @@ def test_a_config_without_its_layers_is_refused(published):
         GemmaAssistantForCausalLM.from_pretrained(folder, convert=True, base_model=base)
 
 
-BAD_FIELDS = [
-    ({"num_centroids": 3}, "num_centroids is 3, which must divide the base's 67 tokens"),
-    ({"num_centroids": 67, "draft_vocab_size": 5}, "num_centroids is 67, which must divide"),
-    ({"num_centroids": 67, "centroid_top_k": 68}, "centroid_top_k is 68: expected a whole number from 1 to 67"),
-    ({"num_centroids": -1}, "num_centroids is -1: expected a whole number of at least 0"),
-    ({"layer_config": tiny_base().config}, "layer_config is of a 'llama' model: expected a Gemma 4 text model's"),
-]
-
-
-@pytest.mark.parametrize("fields, said", BAD_FIELDS)
-def test_fields_that_cannot_be_are_refused(fields, said):
-    with pytest.raises(ValueError, match=said):
-        GemmaAssistantForCausalLM.from_base(tiny_base(), **fields)
-
-
 def test_a_base_without_keys_is_refused():
     with pytest.raises(ValueError, match="reads keys and values of its base, and a 'mamba' model has none: use Medusa"):
         GemmaAssistantForCausalLM.from_base(tiny_base("mamba"))

