@@ -116,7 +116,8 @@ def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> 
 def why_missing(path: str, name: str, hub: Mapping[str, Any]) -> str:
     """Why a file that a model needs is not here, in transformers' words: it has none, or the Hub cannot be asked."""
     try:
-        return str(cached_file(path, name, **hub))
+        cached_file(path, name, **hub)
+        return "it has none"
     except (OSError, HTTP_ERROR) as error:
         return in_one_line(error)
 
