@@ -34,6 +34,7 @@ from hf_drafthead.bases.releases import (
     temperature_of,
 )
 from hf_drafthead.bases.topology import Topology
+from hf_drafthead.generation.grammar import Grammar
 from hf_drafthead.generation.noise import NOTHING_DRAWN, NoiseTape, RandomNumbers
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
 
@@ -93,6 +94,7 @@ class Rules:
         self.generator = self.random.begin(self.device) if self.samples and self.rejects else None
         if self.samples and not self.rejects:
             self.random.sample(self.batch_size, self.device)
+        self.grammar = Grammar.of(self)
 
     @property
     def tape(self) -> NoiseTape | None:

@@ -28,6 +28,7 @@ from hf_drafthead.bases.generators import not_put_back
 from hf_drafthead.bases.hooks import is_hooked
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import BUCKET, SLOTS, rounded_up
+from hf_drafthead.generation.grammar import as_tensor, certain_paths, tree_with
 from hf_drafthead.generation.programs import (
     PROGRAMS,
     Arena,
@@ -317,6 +318,7 @@ class Runner:
         self.steps_of_room = 2 if graphs else 1  # of a step that was launched ahead the host does not know
         self.make = functools.partial(make, members=members, ahead=graphs and execution.name != "eager")
         self.steps: dict[int, Step] = {}  # trees of a call stay the same objects
+        self.with_certain: dict[tuple[int, int], Tree] = {}  # trees with room for so many tokens that are certain
         self.stages: dict[Step, Any] = {}  # programs in the place of a step's stages
         self.recorded: dict[Hashable, Recorded] = {}  # what runs stages, in the memory of the call as it is now
         self.arena: Arena | None = None
@@ -336,6 +338,8 @@ class Runner:
             RuntimeError, MemoryError: not even the root alone fits into memory.
         """
         tree = self._alone(state) if state.stuck else self.tree if self.choose is None else self.choose(state)
+        if not state.stuck and any(member is not None and member.rules.grammar for member in self.members):
+            tree = self._with_certain(tree, state)
         while True:
             step = self.steps.get(id(tree)) or self.steps.setdefault(id(tree), self.make(tree))
             try:
@@ -351,6 +355,19 @@ class Runner:
         for cache in state.caches:
             cache.clear()
         return ROOT_ALONE
+
+    def _with_certain(self, tree: Tree, state: DecodingState) -> Tree:
+        """The tree with room for what comes for certain, where a constraint says that something does."""
+        state.certain, paths = None, certain_paths(self.members, state)
+        if paths is None or self.execution.config is not None:  # which would be compiled for each of them
+            return tree
+        slots = None if self.execution.name == "eager" else self.slots
+        found = tree_with(tree, paths, self.reader.vocabulary, slots)
+        if found is None:
+            return tree
+        kept: Tree = self.with_certain.setdefault((id(tree), found.certain), found)
+        state.certain = as_tensor(paths, found.certain, self.device)
+        return kept
 
     def _captured(self, step: Step, state: DecodingState) -> Outcome:
         """Take a step by programs."""
@@ -416,7 +433,7 @@ class Runner:
         for other in state.caches:  # attention sees no further than rows reach; a draft model has read the newest token
             other.extent = min(other.extent, past + (other is not cache))
         longest = max(state.lengths) + 2 * (step.depth + 1)
-        cache.reserve(longest + state.past_shift, cache.nodes)
+        cache.reserve(longest + state.past_shift, max(cache.nodes, step.tree.slots))
         if longest > state.rows.sequences.shape[1]:
             state.keep(state.rows.with_room(longest, step.padding), state.pending)
         if len(state.pending) >= (MOST_PENDING if step.defers else 1):

@@ -262,7 +262,8 @@ class DecodingState:
     lengths, ends: what the host knows of each row, its tokens and at how many of them it ended, or None; counted:
     tokens of the last step, row by row, up to the row's own end; pending: what the drafter has not observed yet; stuck:
     whether a row emitted nothing in the last step, since the base's logits were no numbers; lost: rows of the last step
-    in which the base was to sample from what is no distribution.
+    in which the base was to sample from what is no distribution; certain: (B, C) what comes for certain in a step whose
+    tree has room for that, -1 behind it.
     """
 
     rows: Rows
@@ -275,6 +276,7 @@ class DecodingState:
     pending: Pending = field(default_factory=list)
     stuck: bool = False
     lost: list[int] = field(default_factory=list)
+    certain: torch.Tensor | None = None
     steps: int = 0
 
     def __post_init__(self) -> None:

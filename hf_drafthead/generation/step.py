@@ -27,7 +27,8 @@ from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
-from hf_drafthead.generation.lookup import Copies, HeldTexts, suggested, with_copies
+from hf_drafthead.generation.grammar import copies_below
+from hf_drafthead.generation.lookup import Copies, with_copies
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import (
     NOT_A_DISTRIBUTION,
@@ -78,19 +79,21 @@ class Stages:
         values = None
         if heads is not tree:  # about the logarithm of how likely a node is, less than its parent's
             values = torch.tensor([[-0.7 * (len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
-        observer = drafter if heads is tree or heads.num_nodes > 1 else None
+        copies_alone = isinstance(tree, LookupTree) and tree.copies > 0 and heads.num_nodes == 1
+        observer = None if copies_alone else drafter
         static = heads.levels(device), heads.topology(device), values
         return cls(reader, drafter, tree, keeps_guesses, heads, *static, observer)
 
     def draft(
-        self, rows: Rows, limits: Limits, tilt: torch.Tensor | None, texts: HeldTexts | None = None
+        self, rows: Rows, limits: Limits, tilt: torch.Tensor | None, texts: Any = None, certain: Any = None
     ) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `fill_static`; also returns its state.
 
-        Below a row that has ended there is padding alone, which is what the base reads there. `texts`: others to copy.
+        Below a row that has ended there is padding alone, which is what the base reads there. `texts`: others to copy,
+        see `HeldTexts`; `certain`: (B, C) what comes for certain, -1 behind it.
         """
         tree, root = self.tree, rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
-        copied = suggested(tree, rows.sequences, rows.lengths, texts) if isinstance(tree, LookupTree) else None
+        copied = copies_below(certain, tree, rows, texts) if isinstance(tree, LookupTree) else None
         if isinstance(self.heads, DynamicTree):
             draft_state, candidates = self.fill_dynamic(rows.draft_state, root, tilt, copied)
         else:
@@ -151,7 +154,7 @@ class Stages:
         best_nodes = (
             Topology.of_best(*nodes, tree.nodes, tree.depth)
             if copied is None
-            else with_copies(*nodes, copied, tree.nodes, tree.depth)
+            else with_copies(*nodes, copied, self.tree.num_nodes, tree.depth)
         )
         return draft_state, Candidates(*best_nodes)
 
@@ -272,7 +275,7 @@ class Step:
         stages, rows, limits = stages or self.timed or self.stages, state.rows, state.limits
         tilt = self.tilts(state) if self.samples else None
         with shortage_undone(state.caches):
-            draft_state, candidates = stages.draft(rows, limits, tilt, self.texts)
+            draft_state, candidates = stages.draft(rows, limits, tilt, self.texts, state.certain)
             verified = stages.verify(rows, limits, candidates)
         walk = self.walk(state, candidates, verified, stages)
         later = [(verified.features, walk.tokens, walk.observed)] if self.defers else []

@@ -337,12 +337,14 @@ class LookupTree:
         copies: L, at most.
         longest_match: tokens that are compared.
         vocabulary: tokens of the base.
+        certain: C, tokens at most of a path that comes for certain, see `generation.grammar`.
     """
 
     tree: DraftTree | DynamicTree
     copies: int
     longest_match: int
     vocabulary: int
+    certain: int = 0
 
     @classmethod
     def around(
@@ -363,11 +365,11 @@ class LookupTree:
 
     @property
     def num_nodes(self) -> int:
-        return max(self.tree.num_nodes, self.copies + 1)
+        return max(self.tree.num_nodes, self.copies + self.certain + 1)
 
     @property
     def max_depth(self) -> int:
-        return max(self.tree.max_depth, self.copies)
+        return max(self.tree.max_depth, self.copies + self.certain)
 
     @property
     def slots(self) -> int:
@@ -429,6 +431,8 @@ def smaller(tree: Tree) -> Tree:
     if nodes < 2:
         return DraftTree.root_alone()
     if isinstance(tree, LookupTree):
+        if tree.certain:
+            return smaller(replace(tree, certain=0)) if tree.copies else smaller(tree.tree)
         return smaller(tree.tree) if tree.tree.num_nodes > 1 else replace(tree, copies=nodes - 1)
     return replace(tree, nodes=nodes) if isinstance(tree, DynamicTree) else DraftTree(tree.paths[: nodes - 1])
 

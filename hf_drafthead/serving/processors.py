@@ -46,14 +46,26 @@ class TokenScores(LogitsProcessor):
         values, tokens = pending.topk(self.alternatives or 0)
         return max(float(pending[token]), LEAST), [*zip(tokens.tolist(), values.clamp(min=LEAST).tolist())]
 
-    def _allowed(self, answer: list[int], vocabulary: int) -> Tensor:
-        """Which tokens (V,) the grammar allows behind an answer."""
+    def certain_path(self, prefix: Tensor, most: int) -> list[int]:
+        """The tokens that the grammar leaves no choice of behind a prefix (P,), see `generation.grammar`."""
+        if self.matcher is None:
+            return []
+        self._read(prefix[self.prompt_length :].tolist())
+        path: list[int] = self.matcher.compute_ff_tokens()
+        return path[:most]
+
+    def _read(self, answer: list[int]) -> None:
+        """Let the matcher stand behind an answer."""
         same = 0
         while same < min(len(answer), len(self.read)) and answer[same] == self.read[same]:
             same += 1
         self.matcher.rollback(len(self.read) - same)
         self.matcher.try_consume_tokens(answer[same:])
         self.read = answer
+
+    def _allowed(self, answer: list[int], vocabulary: int) -> Tensor:
+        """Which tokens (V,) the grammar allows behind an answer."""
+        self._read(answer)
         mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8) > 0
         return torch.nn.functional.pad(mask, (0, vocabulary - len(mask)))
 

@@ -1,0 +1,172 @@
+"""Tokens that a constraint leaves no choice of: they stand in the tree as a path, before anything guesses.
+
+`prefix_allowed_tokens_fn` is asked for the token behind the root, behind that one, and on as long as one token alone is
+allowed. What it has said is kept for the walk, so that it is asked once for each place, and in the order in which the
+base asks: also one that keeps a state. Where anything else could end the text, choose another token or draw in between,
+nothing is asked ahead. An object of a server's may tell such a path itself, by a method `certain_path`.
+
+    the text      { "                    behind the root " the function allows "name" alone, then ", then :
+    the path      name ── " ── :         and then several tokens: there it ends, and copies of the text go on below it
+
+Shapes: B rows of a batch, g of one call, C tokens of a path at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import (
+    PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+)
+
+from hf_drafthead.bases.releases import CRITERIA_ON_DEVICE, SCORES_ONLY
+from hf_drafthead.generation.lookup import Copies, HeldTexts, suggested
+from hf_drafthead.generation.tree import DraftTree, DynamicTree, LookupTree, Tree
+
+LENGTHS = (4, 8, 16)  # C: few, for each is a tree of its own
+HARMLESS = {*SCORES_ONLY, RepetitionPenaltyLogitsProcessor} - {SuppressTokensLogitsProcessor}
+
+
+class AskedOnce:
+    """A `prefix_allowed_tokens_fn` that is asked ahead, and tells the walk what it has said.
+
+    asked: by row and length of the prefix, the prefix and what was said of it, or what was raised.
+    """
+
+    def __init__(self, function: Callable[[int, torch.Tensor], Any]):
+        self.function = function
+        self.asked: dict[tuple[int, int], tuple[torch.Tensor, Any, BaseException | None]] = {}
+
+    def __call__(self, row: int, prefix: torch.Tensor) -> Any:
+        """What is allowed behind a prefix (T,), which the base wants to know now, and does not ask for again."""
+        before = self.asked.pop((row, len(prefix)), None)
+        if before is None or not torch.equal(before[0], prefix):
+            return self.function(row, prefix)
+        if before[2] is not None:
+            raise before[2]
+        return before[1]
+
+    def ahead(self, row: int, prefix: torch.Tensor) -> Any:
+        """The same, of a prefix that the base is going to ask for; nothing where the function raises."""
+        key = row, len(prefix)
+        if key not in self.asked or not torch.equal(self.asked[key][0], prefix):
+            said, error = None, None
+            try:
+                said = self.function(row, prefix)
+                said = said.tolist() if isinstance(said, torch.Tensor) else said
+            except BaseException as raised:
+                error = raised
+            self.asked[key] = prefix.clone(), said, error
+        return self.asked[key][1] or ()
+
+
+class Grammar:
+    """The constraint of one call.
+
+    Args:
+        rules: of the call, whose processor is replaced by one that is asked once.
+    """
+
+    def __init__(self, rules: Any, place: int, teller: Any):
+        self.rules, self.teller, self.function = rules, teller, None
+        processor = rules.processors[place]
+        if teller is None:
+            self.function = AskedOnce(processor._prefix_allowed_tokens_fn)
+            rules.processors[place] = PrefixConstrainedLogitsProcessor(self.function, processor._num_beams)
+
+    @classmethod
+    def of(cls, rules: Any) -> Grammar | None:
+        """The constraint among the processors of a call; None where there is none that can be asked ahead."""
+        tells = [place for place, each in enumerate(rules.processors) if hasattr(each, "certain_path")]
+        if tells and rules.batch_size == 1:
+            return cls(rules, tells[0], rules.processors[tells[0]])
+        kinds = [type(each) for each in rules.processors]
+        criteria = {type(each) for each in rules.criteria}
+        if kinds.count(PrefixConstrainedLogitsProcessor) != 1 or not criteria <= set(CRITERIA_ON_DEVICE):
+            return None
+        if not {*kinds} <= {*HARMLESS, PrefixConstrainedLogitsProcessor} or rules.max_length is None or rules.rejects:
+            return None
+        return cls(rules, kinds.index(PrefixConstrainedLogitsProcessor), None)
+
+    def paths(self, sequences: torch.Tensor, lengths: list[int], ends: list[int | None]) -> list[list[int]]:
+        """Of each row (g, W), the tokens that come for certain, at most C."""
+        rules, length = self.rules, max(lengths)
+        most = min(LENGTHS[-1], rules.max_length - length) if rules.max_length else LENGTHS[-1]
+        none: list[list[int]] = [[] for _ in lengths]
+        if most < 1 or all(end is not None for end in ends) or rules.random.moved:
+            return none
+        prefixes = sequences[:, :length].to(rules.device)
+        if self.teller is not None:
+            return [list(self.teller.certain_path(prefixes[0], most))[:most]]
+        paths = none
+        while len(paths[0]) < most:  # all rows stay at one length, and are asked in the base's order
+            said = [self.function.ahead(row, prefix) for row, prefix in enumerate(prefixes)]
+            single = [list(tokens)[0] if len(tokens) == 1 else None for tokens in said]
+            nexts = [rules.pad_token if end is not None else token for token, end in zip(single, ends)]
+            if any(token is None or (token in rules.eos_tokens and end is None) for token, end in zip(nexts, ends)):
+                break
+            paths = [[*path, int(token)] for path, token in zip(paths, nexts)]
+            prefixes = torch.cat([prefixes, prefixes.new_tensor(nexts)[:, None]], dim=1)
+            if length + len(paths[0]) >= rules.max_length:
+                break
+        return paths
+
+
+def certain_paths(members: Sequence[Any], state: Any) -> list[list[int]] | None:
+    """Of each row of a batch, the tokens that come for certain; None where there are none in any row."""
+    paths: list[list[int]] = [[] for _ in members]
+    for member in dict.fromkeys(members):
+        grammar = None if member is None or member.error is not None else member.rules.grammar
+        if grammar is not None:
+            part = slice(member.rows.start, member.rows.stop)
+            try:
+                with member.rules.random.lent():
+                    paths[part] = grammar.paths(state.rows.sequences[part], state.lengths[part], state.ends[part])
+            except BaseException as error:  # of an object of the user's
+                member.error = error
+    return paths if any(paths) else None
+
+
+def tree_with(tree: Tree, paths: list[list[int]], vocabulary: int, slots: int | None) -> LookupTree | None:
+    """The tree of a step with such paths in it; None where it would need more nodes than there are `slots`."""
+    length = next(length for length in LENGTHS if length >= max(map(len, paths)))
+    if slots is not None:
+        length = min(length, slots - 1 - (tree.copies if isinstance(tree, LookupTree) else 0))
+    if length < 1:
+        return None
+    if isinstance(tree, LookupTree):
+        return replace(tree, certain=length)
+    assert isinstance(tree, (DraftTree, DynamicTree))
+    return LookupTree(tree, 0, 1, vocabulary, length)
+
+
+def as_tensor(paths: list[list[int]], length: int, device: torch.device) -> torch.Tensor:
+    """Paths (B, C), -1 behind their ends."""
+    return torch.tensor([[*path[:length], *[-1] * (length - len(path))] for path in paths], device=device)
+
+
+def copies_below(certain: torch.Tensor | None, tree: LookupTree, rows: Any, texts: HeldTexts | None) -> Copies:
+    """The copies of a step: below what comes for certain (B, C), the text is looked up as it will be then."""
+    if certain is None:
+        return suggested(tree, rows.sequences, rows.lengths, texts)
+    (batch, length), device = certain.shape, certain.device
+    count = (certain >= 0).sum(1)  # (B,)
+    path = certain.clamp(min=0)
+    depth = torch.arange(length, device=device)
+    root = torch.zeros(batch, 1, dtype=torch.long, device=device)
+    value = torch.where(certain >= 0, 0.0, -torch.inf)
+    nodes = Copies(path, depth.expand_as(path), (1 + depth).expand_as(path), value)
+    nodes = Copies(*(torch.cat([root.to(part), part], dim=1) for part in nodes))
+    if not tree.copies:
+        return nodes
+    places = rows.lengths[:, None] + depth
+    text = rows.sequences.scatter(1, places, torch.where(certain >= 0, certain, rows.sequences.gather(1, places)))
+    below = suggested(tree, text, rows.lengths + count, texts)
+    parents = torch.where(below.parents == 0, count[:, None], below.parents + length)
+    below = below._replace(parents=parents, depths=below.depths + count[:, None])
+    return Copies(*(torch.cat([one, other[:, 1:]], dim=1) for one, other in zip(nodes, below)))
