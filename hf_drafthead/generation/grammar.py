@@ -73,9 +73,9 @@ class Grammar:
     """
 
     def __init__(self, rules: Any, place: int, teller: Any):
-        self.rules, self.teller, self.function = rules, teller, None
-        processor = rules.processors[place]
+        self.rules, self.teller, self.function = rules, teller, AskedOnce(lambda row, prefix: ())
         if teller is None:
+            processor = rules.processors[place]
             self.function = AskedOnce(processor._prefix_allowed_tokens_fn)
             rules.processors[place] = PrefixConstrainedLogitsProcessor(self.function, processor._num_beams)
 
@@ -106,11 +106,11 @@ class Grammar:
         paths = none
         while len(paths[0]) < most:  # all rows stay at one length, and are asked in the base's order
             said = [self.function.ahead(row, prefix) for row, prefix in enumerate(prefixes)]
-            single = [list(tokens)[0] if len(tokens) == 1 else None for tokens in said]
+            single = [int(next(iter(tokens))) if len(tokens) == 1 else -1 for tokens in said]
             nexts = [rules.pad_token if end is not None else token for token, end in zip(single, ends)]
-            if any(token is None or (token in rules.eos_tokens and end is None) for token, end in zip(nexts, ends)):
+            if any(token < 0 or (token in rules.eos_tokens and end is None) for token, end in zip(nexts, ends)):
                 break
-            paths = [[*path, int(token)] for path, token in zip(paths, nexts)]
+            paths = [[*path, token] for path, token in zip(paths, nexts)]
             prefixes = torch.cat([prefixes, prefixes.new_tensor(nexts)[:, None]], dim=1)
             if length + len(paths[0]) >= rules.max_length:
                 break
