@@ -145,11 +145,6 @@ def tree_with(tree: Tree, paths: list[list[int]], vocabulary: int, slots: int | 
     return LookupTree(tree, 0, 1, vocabulary, length)
 
 
-def as_tensor(paths: list[list[int]], length: int, device: torch.device) -> torch.Tensor:
-    """Paths (B, C), -1 behind their ends."""
-    return torch.tensor([[*path[:length], *[-1] * (length - len(path))] for path in paths], device=device)
-
-
 def copies_below(certain: torch.Tensor | None, tree: LookupTree, rows: Any, texts: HeldTexts | None) -> Copies:
     """The copies of a step: below what comes for certain (B, C), the text is looked up as it will be then."""
     if certain is None:

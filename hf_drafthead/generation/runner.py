@@ -28,7 +28,7 @@ from hf_drafthead.bases.generators import not_put_back
 from hf_drafthead.bases.hooks import is_hooked
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import BUCKET, SLOTS, rounded_up
-from hf_drafthead.generation.grammar import as_tensor, certain_paths, tree_with
+from hf_drafthead.generation.grammar import certain_paths, tree_with
 from hf_drafthead.generation.programs import (
     PROGRAMS,
     Arena,
@@ -332,11 +332,7 @@ class Runner:
                 self._stop("the base has hooks or forwards of the user's own, which a program would pass by")
 
     def step(self, state: DecodingState) -> Outcome:
-        """Take one step.
-
-        Raises:
-            RuntimeError, MemoryError: not even the root alone fits into memory.
-        """
+        """Take one step; RuntimeError or MemoryError where not even the root alone fits into memory."""
         tree = self._alone(state) if state.stuck else self.tree if self.choose is None else self.choose(state)
         if not state.stuck and any(member is not None and member.rules.grammar for member in self.members):
             tree = self._with_certain(tree, state)
@@ -366,7 +362,8 @@ class Runner:
         if found is None:
             return tree
         kept: Tree = self.with_certain.setdefault((id(tree), found.certain), found)
-        state.certain = as_tensor(paths, found.certain, self.device)
+        padded = [[*path[: found.certain], *[-1] * (found.certain - len(path))] for path in paths]
+        state.certain = torch.tensor(padded, device=self.device)
         return kept
 
     def _captured(self, step: Step, state: DecodingState) -> Outcome:

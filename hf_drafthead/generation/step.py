@@ -89,8 +89,7 @@ class Stages:
     ) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `fill_static`; also returns its state.
 
-        Below a row that has ended there is padding alone, which is what the base reads there. `texts`: others to copy,
-        see `HeldTexts`; `certain`: (B, C) what comes for certain, -1 behind it.
+        Below a row that has ended there is padding alone. `texts`: others to copy; `certain`: (B, C), -1 behind its end.
         """
         tree, root = self.tree, rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
         copied = copies_below(certain, tree, rows, texts) if isinstance(tree, LookupTree) else None
