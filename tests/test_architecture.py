@@ -257,7 +257,7 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
         if isinstance(node, ast.FunctionDef)
     ]
     assert max(functions) < (61,), "beside its docstring no function of these rooms has more than 60 lines"
-    assert 100 < len(functions) <= 280 and len(sources) <= files
+    assert 100 < len(functions) <= 290 and len(sources) <= files
     assert sum(len(source.splitlines()) for source in sources) <= most
 
 

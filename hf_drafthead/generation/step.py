@@ -89,7 +89,7 @@ class Stages:
     ) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `fill_static`; also returns its state.
 
-        Below a row that has ended there is padding alone. `texts`: others to copy; `certain`: (B, C), -1 behind its end.
+        Below a row that has ended there is padding alone. `texts`: others to copy; `certain`: (B, C), -1 behind an end.
         """
         tree, root = self.tree, rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
         copied = copies_below(certain, tree, rows, texts) if isinstance(tree, LookupTree) else None
