@@ -1,9 +1,13 @@
 """Tokens that a constraint leaves no choice of: guessed as a path, asked for once, and the text is the base's."""
 
+import functools
 import json
+import os
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 import hf_drafthead
@@ -85,6 +89,48 @@ def test_a_function_with_a_state_is_asked_as_the_base_asks_it(rows, function, en
     model = FAMILIES[0].build(shared_base("llama-gqa"))
     steps = both(model, function, prompt, eos_token_id=ends, draft_tree=[[0], [1]])
     assert ends or rows > 1 or (steps.sum() + 1) / steps.shape[1] > 2
+
+
+class Mixed(Frames):
+    """Often one token alone, told by the prefix, or by how often it was asked."""
+
+    def __init__(self, seed, with_state):
+        super().__init__()
+        self.seed, self.with_state = seed, with_state
+
+    def __call__(self, row, prefix):
+        super().__call__(row, prefix)
+        dice = (sum(prefix.tolist()[-3:]) * 31 + len(prefix) * 7 + self.seed + self.state * self.with_state) % 11
+        return [*range(3 + dice, VOCABULARY - dice)] if dice < 4 else [dice * 5 + 4]
+
+
+model_of = functools.cache(lambda name: MODELS[name](shared_base("llama-gqa")))
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@settings(max_examples=int(os.environ.get("FUZZ_EXAMPLES", "25")), derandomize=True, deadline=None, database=None)
+@given(
+    name=st.sampled_from([*MODELS]),
+    tree=st.sampled_from([*TREES.values(), [[0]], [[0], [0, 0], [0, 0, 0]]]),
+    copies=st.none() | st.integers(1, 9),
+    prompts=st.integers(1, 3).flatmap(
+        lambda rows: st.lists(st.tuples(*[st.integers(3, 9)] * 5), min_size=rows, max_size=rows)
+    ),
+    seed=st.integers(0, 99),
+    with_state=st.booleans(),
+    ends=st.none() | st.lists(st.integers(3, VOCABULARY - 1), min_size=1, max_size=4, unique=True),
+    tokens=st.sampled_from([24, 40, 33, 9, 1]),
+    sampling=st.sampled_from(
+        [{}, {}, {"do_sample": True, "top_k": 5}, {"repetition_penalty": 1.2}, {"min_new_tokens": 9}]
+    ),
+)
+def test_whatever_is_certain_the_text_is_the_base_s(
+    name, tree, copies, prompts, seed, with_state, ends, tokens, sampling
+):
+    how = {} if name == "copies" else {"draft_tree": tree or [[0], [1]]}
+    how |= {} if copies is None else {"prompt_lookup_num_tokens": copies}
+    call = {"max_new_tokens": tokens, "eos_token_id": ends, **sampling}
+    both(model_of(name), lambda: Mixed(seed, with_state), torch.tensor(prompts), **how, **call)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3.5", "granite-hybrid"])
