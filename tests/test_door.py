@@ -30,15 +30,6 @@ from tests.gguf_base import write_gguf
 from tests.modeling.block_golden import golden_base, load
 
 CALL = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-BLOCKS = {
-    "dflash_z_qwen3_b8_n3_l2": DFlashForCausalLM,
-    "dspark_vanilla_qwen3_b7": DFlashForCausalLM,
-    "dflash2_z_qwen3_b8_n3_l2": DFlash2ForCausalLM,
-    "dflash2_z_swa_noncausal_scaled_b6": DFlash2ForCausalLM,
-    "dspark_s_vanilla_qwen3_b5": DFlashForCausalLM,
-    "loss_dflash2_s_qwen3_b4": DFlash2ForCausalLM,
-    "e2e_peagle_s_qwen3_k5": PEagleForCausalLM,
-}
 
 
 @pytest.fixture(scope="module")
@@ -55,19 +46,16 @@ def assert_drafts(model, kind):
     assert model.why_no_drafts() is None
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_published_block_drafters(name, base, tmp_path):
-    """Where nothing names the base it is asked for, or read off the card."""
+@pytest.mark.parametrize("name", ["dflash_z_qwen3_b8_n3_l2", "e2e_peagle_s_qwen3_k5"])
+def test_a_base_that_nothing_names_is_asked_for(name, base, tmp_path):
     folder = load(name).write(tmp_path / "theirs")
     found = recognize(str(folder))
     assert found.kind == "a drafter of another project" and found.base is None
     assert found.line.endswith("base_model=...), whose base its files do not name")
     with pytest.raises(ValueError, match="does not say which base its heads were trained for: give the base"):
         hf_drafthead.from_pretrained(folder)
-    assert_drafts(hf_drafthead.from_pretrained(folder, base_model=base), BLOCKS[name])
     (folder / "README.md").write_text(f"---\nbase_model: {base}\n---\n")
     assert recognize(str(folder)).base == str(base)
-    assert_drafts(hf_drafthead.from_pretrained(folder), BLOCKS[name])
 
 
 DFLASH, DSPARK, DFLASH2 = "dflash_z_qwen3_b8_n3_l2", "dspark_vanilla_qwen3_b7", "dflash2_z_qwen3_b8_n3_l2"

@@ -28,6 +28,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.gguf_files import split_gguf
 
+OF_BASE = ("token", "cache_dir", "local_files_only")  # arguments of downloads that are the base's as well
 Base = str | os.PathLike | nn.Module | None
 GIVE_BASE = "give the base that they were trained for (base_model=, on the command line --base)"
 # What reading a config field as another type than it is, or a tensor of other dimensions, raises.
@@ -70,8 +71,6 @@ def convert_checkpoint(
     base_model: str | os.PathLike | None = None,
     base_revision: str | None = None,
     fields: Mapping[str, Any] | None = None,
-    revision: str | None = None,
-    token: str | bool | None = None,
     **hub: Any,
 ) -> Conversion:
     """Convert draft heads of another project; the layout is told by the names of the tensors.
@@ -83,8 +82,7 @@ def convert_checkpoint(
         base_model: Hub id or path of the base, where the layout does not name it.
         base_revision: branch, tag or commit of the base.
         fields: config fields that hold instead of what the layout says, where that has two meanings.
-        revision, token: of the source, if it is on the Hub.
-        hub: `cache_dir`, `local_files_only`, `force_download`, `subfolder`.
+        hub: of the source, if it is on the Hub: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
     Returns:
         What was found and what it became.
@@ -96,7 +94,7 @@ def convert_checkpoint(
     name = os.fspath(source)
     if folder is not None:
         refuse_existing(folder)
-    fetch = {key: value for key, value in {"revision": revision, "token": token, **hub}.items() if value is not None}
+    fetch = {key: value for key, value in hub.items() if value is not None}
     file, layout = find(name, fetch)
     heads = _read(file, layout, fields or {}, fetch)
     config = None
@@ -113,10 +111,10 @@ def convert_checkpoint(
                 settings = GenerationConfig()
                 settings.draft_tree = heads.tree
                 settings.save_pretrained(staged)
-            hub = {key: fetch[key] for key in ("token", "cache_dir", "local_files_only") if key in fetch}
+            of_base: dict[str, Any] = {key: fetch[key] for key in OF_BASE if key in fetch}
             with suppress(OSError, ValueError):  # heads without a tokenizer are loaded with the base's
                 base_name, commit = config.base_model_name_or_path, config.base_model_revision or "main"
-                copy_tokenizer(name if heads.base_inside else base_name, staged, None, {**hub, "revision": commit})
+                copy_tokenizer(name if heads.base_inside else base_name, staged, None, {**of_base, "revision": commit})
     form = {key: value if config is None else getattr(config, key) for key, value in heads.fields.items()}
     plain = {key: value.to_diff_dict() if isinstance(value, PreTrainedConfig) else value for key, value in form.items()}
     return Conversion(

@@ -20,7 +20,7 @@ import torch
 from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.eagle3 import IDS as OF_EAGLE
-from hf_drafthead.formats.eagle3 import draft_map, read_draft_tokens, read_vocabulary, read_widths
+from hf_drafthead.formats.eagle3 import draft_map, read_draft_tokens, read_vocabulary
 from hf_drafthead.formats.fields import FULL, MASK, SLIDING, flag, layer_types, llama_fields, read_layer_config, said
 from hf_drafthead.formats.layout import KIND, SET, SGLANG, Files, Heads, Layout, Loss, Reader, SavedHeads
 from hf_drafthead.formats.speculators import START, speculator, verifier_of
@@ -48,7 +48,9 @@ Z_LAB, DEEPSPEC = "DFlashDraftModel", "Qwen3DSparkModel"
 ANCHORS = {Z_LAB: False, "DFlash2DraftModel": False}
 ANCHORS |= dict.fromkeys((DEEPSPEC, "DSparkDraftModel", "Lfm2DSparkDraftModel"), True)
 SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
-SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+SELECTOR = {name: name for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")}
+MARKOV = {"enable_confidence_head": "confidence_head", "confidence_head_with_markov": "confidence_with_markov"}
+MARKOV |= {name: name for name in ("markov_rank", "markov_head_type")}
 OPEN = {  # config field here: what the file does not say
     "feature_layers": "which layers of the base it reads",
     "num_draft_heads": "block_size",
@@ -89,7 +91,7 @@ class BlockDrafter(Layout):
         flags = {key: flag(name, config, key) for key in ("shift_label", "sample_from_anchor", ANCHOR)}
         if flags[ANCHOR] is not None:
             flags[ANCHOR] = not flags[ANCHOR]
-        says_anchor = said(name, flags)
+        says_anchor, cap = said(name, flags), config.get(SCALES[2]) or 0
         form = {
             "feature_layers": features,
             "block_size": config.get("block_size") or (16 if self.family is DFlash2ForCausalLM else None),
@@ -97,12 +99,9 @@ class BlockDrafter(Layout):
             "sample_from_anchor": reads_anchor if says_anchor is None else says_anchor,
             "causal": flag(name, config, "is_causal", "causal", "causal_head"),
             "window_per_slot": True,
-            **{key: config.get(key) or None for key in SCALES},
+            **{key: config.get(key) or 1.0 for key in SCALES[:2]},  # of what the base's table and lm_head hold
+            SCALES[2]: cap if cap > 0 else None,
         }
-        if form["final_logit_softcapping"] and form["final_logit_softcapping"] < 0:
-            form["final_logit_softcapping"] = None
-        for key in SCALES[:2]:  # of what the base's table and lm_head hold, whatever the base makes of them
-            form[key] = form[key] or 1.0
         return _read(self, source, config, form, fields, config.get("base_model_name_or_path"))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
@@ -123,9 +122,9 @@ class BlockDrafter(Layout):
         about |= {"block_size": config.block_size, "base_model_name_or_path": saved.base, "is_causal": False}
         read = {"mask_token_id": config.mask_token_id, "target_layer_ids": ids}
         if anchored:
-            about |= {"architectures": [DEEPSPEC], **read, **_markov_fields(config)}
+            about |= {"architectures": [DEEPSPEC], **read, **_named(config, MARKOV)}
         else:
-            read |= scales | _selector_fields(config)
+            read |= scales | _named(config, SELECTOR)
             about |= {"architectures": [self.architecture], "dflash_config": read}
         written = {key: tensor for key, tensor in saved.tensors.items() if key != "draft_tokens"}
         tensors = {renamed(key, PREFIXES) or key: tensor for key, tensor in written.items()}
@@ -192,7 +191,7 @@ class SpeculatorsBlock(Layout):
             "sliding_window_non_causal": not config.causal_layers,
             "target_hidden_size": None if saved.as_wide_as_base else text.hidden_size,
         }
-        about |= _selector_fields(config) | (_markov_fields(config) if config.markov_rank else {})
+        about |= _named(config, SELECTOR) | (_named(config, MARKOV) if config.markov_rank else {})
         return Files(tensors, about, [*notes, START])
 
 
@@ -231,17 +230,19 @@ def _read(
         if form.get(name) is None:
             what = f"does not say {missing}, and projects differ in it"
             raise ValueError(f"{source.name!r} {what}: give {name}= ({SET}), as the drafter was trained.")
-    width, target_width = read_widths(reader, config, form["feature_layers"])
+    width = len(reader.take("fc.weight"))
+    target_width = config.get("target_hidden_size") or width
     vocab_size = read_vocabulary(reader, layer)
-    shared = "lm_head.weight" not in reader or (len(reader.tensors["lm_head.weight"]) == vocab_size == _all(config))
+    every = config.get("draft_vocab_size") or layer.get("vocab_size", 0)  # tokens, without a draft vocabulary
+    shared = "lm_head.weight" not in reader or (len(reader.tensors["lm_head.weight"]) == vocab_size == every)
     draft_size = vocab_size if shared else len(reader.take("lm_head.weight"))
     own_embeddings = width != target_width or bool(fields.get("own_embeddings"))
     shared = shared and width == target_width and fields.get("share_lm_head") is not False
     tensors = reader.renamed(PREFIXES)
     if own_embeddings:
-        tensors["embed_tokens.weight"] = reader.one("embed_tokens.weight", (vocab_size, width))
+        tensors["embed_tokens.weight"] = reader.one("embed_tokens.weight")
     if not shared:
-        tensors["lm_head.weight"] = reader.one("lm_head.weight", (draft_size, width))
+        tensors["lm_head.weight"] = reader.one("lm_head.weight")
     tensors |= read_draft_tokens(reader, draft_size, vocab_size)
     has_own = {"embed_tokens.weight": own_embeddings, "lm_head.weight": not shared}
     copies = reader.copies({key: which for key, which in COPIES.items() if not has_own[key]})
@@ -265,24 +266,11 @@ def _read(
     return reader.heads(layout, form, tensors, **more)
 
 
-def _all(config: Mapping[str, Any]) -> int:
-    """Tokens that the lm_head of a drafter without a draft vocabulary has."""
-    return config.get("draft_vocab_size") or (config.get("transformer_layer_config") or config).get("vocab_size", 0)
-
-
 def _read_heads(reader: Reader, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Config fields of the Markov and the confidence head; what config.json says must be what the tensors are."""
+    """Config fields of the Markov and the confidence head."""
     rank = config.get("markov_rank") or 0
     fields: dict[str, Any] = {"markov_rank": rank, "confidence_head": bool(config.get("enable_confidence_head"))}
-    if rank:
-        kind = config.get("markov_head_type")
-        joined = {"gated": "gate_proj", "rnn": "joint_proj"}.get(kind or "")
-        reader.take("markov_head.markov_w1.weight")
-        if kind not in ("vanilla", "gated", "rnn"):
-            raise ValueError(f"{reader.name!r} has a markov_head_type {kind!r}: known are 'vanilla', 'gated', 'rnn'.")
-        if joined is not None:
-            reader.take(f"markov_head.{joined}.weight")
-        fields["markov_head_type"] = kind
+    fields |= {"markov_head_type": config.get("markov_head_type")} if rank else {}
     if fields["confidence_head"]:
         wide = reader.take("confidence_head.proj.weight").shape[1] - reader.take("norm.weight").shape[0]
         fields["confidence_with_markov"] = wide > 0
@@ -301,8 +289,8 @@ def _read_selector(reader: Reader, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**sizes, "selector_top_k": config.get("selector_top_k") or 16}
 
 
-def _selector_fields(config: Any) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in SELECTOR if hasattr(config, name)}
+def _named(config: Any, fields: Mapping[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(config, ours) for theirs, ours in fields.items() if hasattr(config, ours)}
 
 
 def layer_fields(config: Any) -> dict[str, Any]:
@@ -315,13 +303,4 @@ def layer_fields(config: Any) -> dict[str, Any]:
         "use_sliding_window": any(windows),
         "sliding_window": next(filter(None, windows), None),
         "attention_bias": bool(config.own_layer.attention_bias),
-    }
-
-
-def _markov_fields(config: Any) -> dict[str, Any]:
-    return {
-        "markov_rank": config.markov_rank,
-        "markov_head_type": config.markov_head_type,
-        "enable_confidence_head": config.confidence_head,
-        "confidence_head_with_markov": config.confidence_with_markov,
     }

@@ -48,9 +48,6 @@ class Eagle(Layout):
         reader.take("fc.weight", (hidden_size, 2 * hidden_size))
         if config:  # which means a bias where it says nothing of it
             reader.note_differences({"bias": True, **config}, bias="fc.bias" in reader)
-        if (norm := f"{LAYER}input_layernorm.weight") in reader:
-            what = "a norm before attention, which no EAGLE head has: these are of another kind and cannot be converted"
-            raise ValueError(f"{source.name!r} has {norm!r}, {what}.")
         copies = reader.copies(COPIES_OF_BASE)
         vocab_size = next(map(len, copies.values()), None)
         layer_config = read_layer_config(reader, LAYER, config, hidden_size, vocab_size or config.get("vocab_size", 0))
@@ -102,14 +99,11 @@ def folded_embeddings(saved: SavedHeads) -> tuple[Tensor, str]:
         shift = torch.linalg.solve(reads_embedding, bias)
     except torch.linalg.LinAlgError:
         raise Loss("the half of fc that reads embeddings is singular", "train a head with fc_bias=False") from None
-    pieces, residual = [], 0.0
-    for rows in embeddings.split(ROWS_AT_ONCE):
-        stored = (rows.double() + shift).to(weight.dtype)
-        # what fc makes of the stored row, against what it makes of the row and the bias
-        off = (stored.double() - rows.double()) @ reads_embedding.T - bias
-        residual = max(residual, off.abs().max().item())
-        pieces.append(stored)
-    largest = bias.abs().max().item()
+    rows = embeddings.split(ROWS_AT_ONCE)
+    pieces = [(part.double() + shift).to(weight.dtype) for part in rows]
+    # what fc makes of the stored rows, against what it makes of the rows and the bias
+    sums = (((new.double() - old.double()) @ reads_embedding.T - bias).abs().max() for new, old in zip(pieces, rows))
+    residual, largest = max(off.item() for off in sums), bias.abs().max().item()
     exactness = f"the bias of fc is off by up to {residual:.1e} in {saved.dtype}, its largest entry being {largest:.1e}"
     exactness += f" (condition of fc's left half {torch.linalg.cond(reads_embedding, p=1).item():.1e})"
     if residual > TOLERANCE * largest:

@@ -38,6 +38,7 @@ NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
 FIRST = ("midlayer.", "layers.0.")
 LATER = re.compile(r"layers\.(\d+)\.")
 MASK_STATES = "mask_hidden"  # of P-EAGLE
+OPTIONAL = ("lm_head.weight", "fc.bias", "input_norm.weight", "embed_tokens.weight")
 LEGACY_NORMS = ["aux_norm_low.weight", "aux_norm_mid.weight", "aux_norm_high.weight"]
 OF_ALL = {"share_lm_head": NO, "fc_bias": NO, "reads_in_order": YES}  # engines sort the layers that are read
 OF_LLAMA = {"layer_model_type": ("llama", "mistral"), "biases_in_layers": NO, "window": (None,)}
@@ -67,11 +68,11 @@ class Eagle3(Layout):
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config = source.config
-        flags = {
-            "feature_layers": _features(source, fields),
-            "norm_before_residual": bool(config.get("norm_before_residual", False)),
-            "norm_output": _norm_output(source, fields),
-        }
+        if fields.get("norm_output") is None and config.get("norm_output") and WRITTEN_FOR not in config:
+            what = "says norm_output: SGLang and vLLM feed the normed output back then, and SpecForge does not"
+            raise ValueError(f"{source.name!r} {what}: say which by norm_output=True or norm_output=False ({SET}).")
+        flags: dict[str, Any] = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
+        flags["feature_layers"] = _features(source, fields)
         return read_pair_head(self, source, config, flags, config.get("base_model_name_or_path"))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
@@ -143,14 +144,6 @@ def _features(source: Source, fields: Mapping[str, Any]) -> list[int] | None:
     raise ValueError(f"{source.name!r} reads {what}: {advice}.")
 
 
-def _norm_output(source: Source, fields: Mapping[str, Any]) -> bool:
-    """Whether the normed output is fed back; refused if the config says so, but not in whose sense."""
-    if fields.get("norm_output") is None and source.config.get("norm_output") and WRITTEN_FOR not in source.config:
-        what = "has norm_output in its config.json, by which SGLang and vLLM feed the normed output back, SpecForge not"
-        raise ValueError(f"{source.name!r} {what}: say which by norm_output=True or norm_output=False ({SET}).")
-    return bool(source.config.get("norm_output"))
-
-
 def pair_fields(saved: SavedHeads) -> dict[str, Any]:
     """What config.json of all targets says of a head; of the layers that are read None if they are the published."""
     flags = {name: getattr(saved.config, name) for name in NORM_FLAGS}
@@ -176,27 +169,20 @@ def read_pair_head(
     reader, config = Reader(source.name, source.tensors), source.config
     first = layer_prefix(source.tensors)
     assert first is not None
-    wide = reader.take("fc.weight").shape[1]
-    width, target_width = read_widths(reader, config, flags["feature_layers"])
-    count = wide // target_width
+    width, wide = reader.take("fc.weight").shape
+    target_width = config.get("target_hidden_size") or width
     vocab_size = read_vocabulary(reader, layer)
     if "lm_head.weight" in reader:
         draft_size = len(reader.take("lm_head.weight"))
     else:
         draft_size = len(reader.tensors["d2t"]) if "d2t" in reader else config.get("draft_vocab_size") or vocab_size
         reader.notes.append("the file has no lm_head: the base's is used.")
-    tensors = {"fc.weight": reader.one("fc.weight"), "norm.weight": reader.one("norm.weight", (width,))}
+    tensors = {name: reader.one(name) for name in ("fc.weight", "norm.weight")}
+    tensors |= {name: reader.one(name) for name in OPTIONAL if name in reader}
     tensors |= read_draft_tokens(reader, draft_size, vocab_size)
-    norms = LEGACY_NORMS if LEGACY_NORMS[0] in reader else [f"fc_norm.{i}.weight" for i in range(count)]
-    optional = {
-        "lm_head.weight": (draft_size, width),
-        "fc.bias": (width,),
-        "input_norm.weight": (wide,),
-        "embed_tokens.weight": (vocab_size, width),
-    }
-    tensors |= {name: reader.one(name, shape) for name, shape in optional.items() if name in reader}
+    norms = LEGACY_NORMS if LEGACY_NORMS[0] in reader else [f"fc_norm.{i}.weight" for i in range(wide // target_width)]
     if norms[0] in reader:
-        tensors |= {f"fc_norm.{i}.weight": reader.one(key, (target_width,)) for i, key in enumerate(norms)}
+        tensors |= {f"fc_norm.{i}.weight": reader.one(key) for i, key in enumerate(norms)}
     layers = 1 + max((int(match[1]) for key in source.tensors if (match := LATER.match(key))), default=0)
     layer_config = read_layer_config(reader, first, layer, width, vocab_size, layers)
     layer_config.num_hidden_layers = 1
@@ -223,18 +209,6 @@ def read_pair_head(
             reader.take(key)  # a lost norm: say so
     reader.note_differences(config, **{key: form[key] for key in ("norm_before_fc", "fc_norm", "draft_vocab_size")})
     return reader.heads(layout, form, tensors, hidden_size=target_width, vocab_size=vocab_size, base=base)
-
-
-def read_widths(reader: Reader, config: Mapping[str, Any], features: list[int] | None) -> tuple[int, int]:
-    """How wide a head that joins hidden states is, and its base; there are as many as it reads, or three."""
-    width, wide = reader.take("fc.weight").shape
-    target_width = config.get("target_hidden_size") or width
-    if wide != target_width * (3 if features is None else len(features)):
-        there = f"joins {wide / target_width:g} hidden states of width {target_width}"
-        expected = "three are published" if features is None else f"it reads the layers {features}"
-        advice = f"correct its config.json or give feature_layers= ({SET})"
-        raise ValueError(f"{reader.name!r} has 'fc.weight' {[width, wide]}, which {there}, but {expected}: {advice}.")
-    return width, target_width
 
 
 def split_tensors(saved: SavedHeads, first: str) -> tuple[dict[str, Tensor], list[str]]:

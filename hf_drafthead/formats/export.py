@@ -38,8 +38,6 @@ def export_checkpoint(
     to: str,
     *,
     fold_bias: bool = False,
-    revision: str | None = None,
-    token: str | bool | None = None,
     **hub: Any,
 ) -> Export:
     """Write draft heads in the layout of another project.
@@ -49,8 +47,7 @@ def export_checkpoint(
         folder: new folder to write to.
         to: `medusa`, `tgi`, `vllm`, `hydra`, `eagle`, `sglang`, ...; which of them depends on the family.
         fold_bias: for EAGLE to vLLM, which drops the bias of fc: move it into embeddings of the head's own.
-        revision, token: of the heads, if they are on the Hub.
-        hub: `cache_dir`, `local_files_only`, `force_download`, `subfolder`.
+        hub: of the heads, if they are on the Hub: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
     Returns:
         What was written, and how it is run.
@@ -62,26 +59,20 @@ def export_checkpoint(
     refuse_existing(folder)
     if to not in targets():
         raise ValueError(f"--to {to!r} is no known target: expected one of {', '.join(targets())}.")
-    fetch = {key: value for key, value in {"revision": revision, "token": token, **hub}.items() if value is not None}
+    fetch = {key: value for key, value in hub.items() if value is not None}
     saved = _of_model(model) if isinstance(model, DraftHeadPreTrainedModel) else _of_checkpoint(os.fspath(model), fetch)
     saved.fold_bias = fold_bias
-    layout = _layout_for(saved, to)
     try:
+        layout = _layout_for(saved, to)
         if saved.base_tensors and not (layout.holds_base or saved.base):
             what = "they were trained together with the base that lies with them, and the target only names a base"
             raise Loss(what, "save the base on its own (model.base.save_pretrained) and name it")
-        if (lost := layout.lost(saved, to)) is not None:
-            others = {
-                other: kind for kind in _of_family(saved) for other in kind.targets if not kind.lost(saved, other)
-            }
-            what, place, name = lost
-            train = f"train it with {name} {place}" if hasattr(saved.config, name) else "train it otherwise"
-            advice = f"use --to {' or '.join(sorted(others))}" if others else train
-            raise Loss(f"its {what}, and the target has a place for {place} alone", advice)
-        vocabulary = [] if layout.holds_vocabulary else _without_vocabulary(saved)
         files = layout.write(saved, to)
     except Loss as loss:
         raise ValueError(f"{saved.name!r} cannot be written as {to!r}: {loss}.") from None
+    if saved.reduced_vocabulary and not layout.holds_vocabulary:
+        left_out = f"the draft vocabulary of {len(saved.tensors['draft_tokens'])} tokens is left out"
+        files.notes.append(f"{left_out}: there the heads guess among all tokens.")
     with new_folder(folder) as staged:
         config = json.dumps(files.config, indent=2, sort_keys=True, default=str) + "\n"
         (staged / "config.json").write_text(config, encoding="utf-8")
@@ -91,31 +82,25 @@ def export_checkpoint(
             whole = {name: tensor.detach().cpu().clone() for name, tensor in files.tensors.items()}
             torch.save(whole, staged / files.weights)
     shapes = {name: list(tensor.shape) for name, tensor in files.tensors.items()}
-    return Export(saved.name, to, layout.name, os.fspath(folder), files.weights, shapes, files.notes + vocabulary)
-
-
-def _of_family(saved: SavedHeads) -> list[Layout]:
-    return [layout for layout in LAYOUTS if layout.family.config_class is type(saved.config) and layout.targets]
+    return Export(saved.name, to, layout.name, os.fspath(folder), files.weights, shapes, files.notes)
 
 
 def _layout_for(saved: SavedHeads, to: str) -> Layout:
-    fitting = [layout for layout in _of_family(saved) if to in layout.targets]
-    if fitting:
-        return next((layout for layout in fitting if layout.holds_base == bool(saved.base_tensors)), fitting[0])
-    targets = sorted({target for layout in _of_family(saved) for target in layout.targets})
-    advice = f"expected one of {', '.join(targets)}" if targets else "no other project has a form for them"
-    raise ValueError(f"{saved.name!r} holds {saved.config.family} heads, which have no form in {to!r}: {advice}.")
-
-
-def _without_vocabulary(saved: SavedHeads) -> list[str]:
-    """A note where heads lose their draft vocabulary, without which they guess as well, among all tokens."""
-    if not saved.reduced_vocabulary:
-        return []
-    size = len(saved.tensors["draft_tokens"])
-    if any(key.startswith("projections.up.") for key in saved.tensors):
-        what = f"its heads have projections of their own over a draft vocabulary of {size} tokens, the target over all"
-        raise Loss(what, "train heads with share_lm_head=True or without draft_vocab_size")
-    return [f"the draft vocabulary of {size} tokens is left out: there the heads guess among all tokens."]
+    """The layout of a target; Loss if it has no place for what a field of the heads says."""
+    layouts = [layout for layout in LAYOUTS if layout.family.config_class is type(saved.config)]
+    fitting = [layout for layout in layouts if to in layout.targets]
+    if not fitting:
+        targets = sorted({target for layout in layouts for target in layout.targets})
+        advice = f"expected one of {', '.join(targets)}" if targets else "no other project has a form for them"
+        raise ValueError(f"{saved.name!r} holds {saved.config.family} heads, which have no form in {to!r}: {advice}.")
+    layout = next((layout for layout in fitting if layout.holds_base == bool(saved.base_tensors)), fitting[0])
+    if (lost := layout.lost(saved, to)) is not None:
+        what, place, name = lost
+        others = sorted({other for kind in layouts for other in kind.targets if not kind.lost(saved, other)})
+        train = f"train it with {name} {place}" if hasattr(saved.config, name) else "train it otherwise"
+        advice = f"use --to {' or '.join(others)}" if others else train
+        raise Loss(f"its {what}, and the target has a place for {place} alone", advice)
+    return layout
 
 
 def _of_model(model: DraftHeadPreTrainedModel) -> SavedHeads:

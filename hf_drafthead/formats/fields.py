@@ -81,15 +81,14 @@ OF_THEIR_BLOCKS = _row("aux_hidden_state_layer_ids sliding_window_non_causal")
 OF_SPECULATORS = _row("speculators_model_type speculators_version speculators_config transformer_layer_config")
 OF_SPECULATORS |= _row("embed_requires_grad draft_vocab_size target_hidden_size")
 # A folder may hold heads of both kinds.
-OF_HEADS = "medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers hydra_head_arch grounded_heads"
-OF_HEADS += " hidden_state_offset hidden_size"
+OF_HEADS = "medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers hydra_head_arch hidden_size"
 OF_VLLM_HEADS = """hidden_size num_heads num_hidden_layers medusa_fc_bias original_lm_head max_paths topk
 truncated_vocab_size max_seq_len medusa_num_heads medusa_num_layers"""
 OF_ASSISTANT = "backbone_hidden_size centroid_intermediate_top_k num_centroids text_config use_ordered_embeddings"
 TABLE: dict[str, Row] = {
-    "FasterDecoding Medusa": _row(OF_HEADS),
+    "FasterDecoding Medusa": _row(OF_HEADS + " grounded_heads hidden_state_offset"),
     "vLLM Medusa": _row(OF_VLLM_HEADS),
-    "Hydra": _row(OF_HEADS),
+    "Hydra": _row(OF_HEADS, hidden_state_offset=(0,), grounded_heads=(True,)),
     "EAGLE": LAYER | _row("bias"),
     "EAGLE-3": LAYER | OF_EAGLE3,
     "DFlash": LAYER | OF_BLOCKS | OF_SCALES,
@@ -218,17 +217,13 @@ def read_layer_config(
     if not config.get("num_attention_heads"):
         what = "has no config.json that says num_attention_heads, which tensors do not tell"
         raise ValueError(f"{reader.name!r} {what}: give the folder that has it.")
-    rows = {name: reader.take(f"{prefix}{ATTENTION}{name}_proj.weight").shape[0] for name in ("q", "k")}
+    rows = {name: len(reader.take(f"{prefix}{ATTENTION}{name}_proj.weight")) for name in ("q", "k")}
     heads = config["num_attention_heads"]
-    head_dim, rest = divmod(rows["q"], heads)
-    groups, rest_of_groups = divmod(rows["k"], head_dim) if head_dim else (0, 1)
-    if rest or rest_of_groups or heads % groups:
-        what = f"has query and key projections of {rows['q']} and {rows['k']} rows, which {heads} attention heads"
-        raise ValueError(f"{reader.name!r} {what} (num_attention_heads) do not divide: correct its config.json.")
+    head_dim = rows["q"] // heads
     sizes = {
         "hidden_size": hidden_size,
-        "intermediate_size": reader.take(f"{prefix}mlp.gate_proj.weight").shape[0],
-        "num_key_value_heads": groups,
+        "intermediate_size": len(reader.take(f"{prefix}mlp.gate_proj.weight")),
+        "num_key_value_heads": rows["k"] // head_dim,
         "head_dim": head_dim,
         "vocab_size": vocab_size,
     }
@@ -297,9 +292,8 @@ def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dic
         parameters |= dict(wanted[0])
     thetas = {"rope_theta": config.get("rope_theta"), "rope_theta of its rope_parameters": parameters.get("rope_theta")}
     theta = said(name, thetas)
-    kind = parameters.pop("type", None)
-    kind = parameters.get("rope_type") or kind or "default"
-    for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):  # which say nothing of a text, or 1
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
+    for key in ("type", "mrope_section", "mrope_interleaved", "partial_rotary_factor"):  # nothing in a text, or 1
         parameters.pop(key, None)
     kind = "default" if kind == "mrope" else kind
     if kind != "default" and config.get(ORIGINAL):  # beside them, as Phi-3 has it

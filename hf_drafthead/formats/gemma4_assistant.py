@@ -9,13 +9,10 @@ masked_embedding.centroids.weight [N, W], .token_ordering [V]     with use_order
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from transformers import AutoConfig
-from transformers.configuration_utils import PreTrainedConfig
-
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.layout import Files, Heads, Layout, Reader, SavedHeads
+from hf_drafthead.formats.mtp_layouts import text_config_of
 from hf_drafthead.formats.tables import NO, Limits, Prefixes, renamed
-from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.gemma4_assistant import LAYERS, GemmaAssistantForCausalLM
 
 TYPES = {"gemma4_assistant": "Gemma4Assistant", "gemma4_unified_assistant": "Gemma4UnifiedAssistant"}
@@ -28,7 +25,6 @@ PREFIXES: Prefixes = [
     ("token_ordering", "masked_embedding.token_ordering"),
 ]
 PROJECTION, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-ENDING = "-assistant"  # of the names under which Google publishes them, behind that of the base
 
 
 class GemmaAssistant(Layout):
@@ -44,7 +40,10 @@ class GemmaAssistant(Layout):
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config, reader = source.config, Reader(source.name, source.tensors)
-        layer = self._layers(source)
+        layer = text_config_of(config.get("text_config") or {})
+        if layer is None or layer.model_type not in LAYERS:
+            what = f"has no text_config of {' or '.join(map(repr, LAYERS))} that can be used"
+            raise ValueError(f"{source.name!r} {what}: give the folder whose config.json has one.")
         width, wide = reader.take("pre_projection.weight").shape
         clusters = config.get("num_centroids") if config.get("use_ordered_embeddings") else 0
         tensors = reader.renamed(PREFIXES)
@@ -59,20 +58,8 @@ class GemmaAssistant(Layout):
             "centroid_top_k": config.get("centroid_intermediate_top_k") or 32,
         }
         reader.note_differences(config, backbone_hidden_size=wide // 2)
-        more = {"hidden_size": wide // 2, "vocab_size": projection.shape[0], "base": _base_of(source.name)}
+        more = {"hidden_size": wide // 2, "vocab_size": projection.shape[0]}
         return reader.heads(self, form, tensors | {PROJECTION: projection}, **more)
-
-    def _layers(self, source: Source) -> PreTrainedConfig:
-        about = dict(source.config.get("text_config") or {})
-        kind = about.pop("model_type", None)
-        if kind not in LAYERS:
-            what = f"has a text_config of model_type {kind!r}, expected {' or '.join(map(repr, LAYERS))}"
-            raise ValueError(f"{source.name!r} {what}: give the folder whose config.json has it.")
-        try:
-            return AutoConfig.for_model(kind, **about)
-        except Exception as error:  # of the checks that transformers' configs make
-            what = f"the text_config of {source.name!r} cannot be used ({in_one_line(error)})"
-            raise ValueError(f"{what}: get it again.") from error
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, layer = saved.config, saved.config.own_layer
@@ -92,9 +79,3 @@ class GemmaAssistant(Layout):
         }
         launch = "model.generate(..., assistant_model=AutoModelForCausalLM.from_pretrained(FOLDER)) drafts a chain."
         return Files(tensors, about, [launch])
-
-
-def _base_of(name: str) -> str | None:
-    """The base of a published assistant, whose name is the base's and an ending."""
-    published = name.lower().startswith("google/gemma-4-") and name.endswith(ENDING)
-    return name.removesuffix(ENDING) if published else None

@@ -12,6 +12,7 @@ between. The published repositories named "hydra" hold Hydra++ heads. All blocks
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any, ClassVar
 
 from hf_drafthead.formats.base_tensors import INPUT
@@ -25,6 +26,7 @@ PREFIX_LAYER_NAMES = (("prefix.layer.", f"{PREFIX_LAYER}layers.0."), ("prefix.no
 EMBEDDINGS, UNUSED = "input_embed_fn.weight", f"{PREFIX_LAYER}embed_tokens.weight"
 HYDRA_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 KINDS = ("weight", "bias")
+LIMITS = {"share_lm_head": NO, "reduced_projections": NO}
 
 
 class Hydra(Layout):
@@ -33,7 +35,7 @@ class Hydra(Layout):
     name = "Hydra"
     family = HydraForCausalLM
     targets = ("hydra",)
-    limits: ClassVar[Limits] = {"": {"share_lm_head": NO, "layer_config": (None,), "one_block": YES}}
+    limits: ClassVar[Limits] = {"": LIMITS | {"layer_config": (None,), "one_block": YES}}
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         names = list(keys)
@@ -41,16 +43,10 @@ class Hydra(Layout):
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         reader, config = Reader(source.name, source.tensors), source.config
-        if offset := config.get("hidden_state_offset", 0):
-            what = f"reads the hidden state {offset} layers before the last one (hidden_state_offset)"
-            raise ValueError(f"{source.name!r} {what}: Hydra heads here read the last one, it cannot be converted.")
         blocks = [match for key in source.tensors if (match := HYDRA_BLOCK.fullmatch(key))]
         heads = 1 + max(int(match[1]) for match in blocks)
         places = sorted({int(match[2]) for match in blocks})
         hidden_size = len(reader.take(f"{MLP}0.{places[0]}.linear.weight"))
-        if f"{MLP}0.{places[0]}.res_connection.weight" not in reader:
-            what = "holds Hydra heads that do not read the tokens of their path (grounded_heads false)"
-            raise ValueError(f"{source.name!r} {what}: there is no such family here, train grounded ones.")
         tied = len(places) > 2 and all(
             equal(reader.take(f"{MLP}{head}.{place}.linear.{kind}") for place in places[1:])
             for head in range(heads)
@@ -58,7 +54,7 @@ class Hydra(Layout):
         )
         between = ".1" if f"{PROJECTION}0.1.weight" in reader else ""
         vocab_size = len(reader.take(f"{PROJECTION}0{between}.weight"))
-        tensors = reader.rows(table(heads, places, tied, between, hidden_size, vocab_size))
+        tensors = reader.rows(table(heads, places, tied, between))
         prefix = any(key.startswith(PREFIX_LAYER) for key in source.tensors)
         if UNUSED in reader:
             reader.drop(UNUSED, "the prefix layer reads hidden states: the original never uses it")
@@ -69,10 +65,10 @@ class Hydra(Layout):
         return reader.heads(self, form, tensors, hidden_size=hidden_size, vocab_size=vocab_size, **more)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
-        config, text = saved.config, saved.text
+        config = saved.config
         places = [2 * layer + 1 if config.prefix_layer else layer for layer in range(config.num_layers)]
         between = ".1" if config.prefix_layer else ""
-        rows = table(config.num_draft_heads, places, config.tie_blocks, between, text.hidden_size, text.vocab_size)
+        rows = table(config.num_draft_heads, places, config.tie_blocks, between)
         tensors = parts_of(saved.tensors, rows)
         tensors |= {name: tensor for key, tensor in saved.tensors.items() if (name := renamed(key, PREFIX_LAYER_NAMES))}
         about = {"hidden_state_offset": 0, "base_model_name_or_path": saved.base}
@@ -89,20 +85,16 @@ def _about(form: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(
-    heads: int, places: Sequence[int], tied: bool, between: str, hidden_size: int, vocab_size: int
-) -> Iterable[Row]:
+def table(heads: int, places: Sequence[int], tied: bool, between: str) -> Iterable[Row]:
     """The tensors of heads whose blocks stand at the places j, tied to one block behind the first or not.
 
     `between` stands between i and the kind in a projection's name.
     """
     first, *others = places
-    for head in range(heads):
-        for dimensions, kind in zip((2, 1), KINDS):
-            parts = [f"{MLP}{head}.{first}.{part}.{kind}" for part in ("res_connection", "linear")]
-            yield Row(f"heads.{head}.path.{kind}", parts, (hidden_size, (head + 2) * hidden_size)[:dimensions])
-            for layer, place in enumerate(others):
-                name = f"heads.{head}.blocks.{0 if tied else layer}.linear.{kind}"
-                yield Row(name, [f"{MLP}{head}.{place}.linear.{kind}"], (hidden_size, hidden_size)[:dimensions])
-            name = f"{PROJECTION}{head}{between}.{kind}"
-            yield Row(f"projections.up.{head}.{kind}", [name], (vocab_size, hidden_size)[:dimensions])
+    for head, kind in product(range(heads), KINDS):
+        parts = [f"{MLP}{head}.{first}.{part}.{kind}" for part in ("res_connection", "linear")]
+        yield Row(f"heads.{head}.path.{kind}", parts)
+        for layer, place in enumerate(others):
+            name = f"heads.{head}.blocks.{0 if tied else layer}.linear.{kind}"
+            yield Row(name, [f"{MLP}{head}.{place}.linear.{kind}"])
+        yield Row(f"projections.up.{head}.{kind}", [f"{PROJECTION}{head}{between}.{kind}"])

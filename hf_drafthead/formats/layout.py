@@ -86,14 +86,14 @@ class Reader:
             if row.ours in tensors:
                 self.drop(row.theirs[0], "the same block as the one before, applied again (tie_blocks)")
                 continue
-            parts = [self.take(key, row.shape) for key in row.theirs]
+            parts = [self.take(key) for key in row.theirs]
             keys = tuple(self.names.get(key, key) for key in row.theirs)
-            types = sorted({str(part.dtype).removeprefix("torch.") for part in parts})
-            if len(types) > 1:
-                what = f"{keys[0]!r} and {len(keys) - 1} more that belong together in several types"
-                raise ValueError(f"{self.name!r} has {what} ({', '.join(types)}): save them in one.")
-            first, *rest = row.shape
-            shape = (len(parts), *row.shape) if row.stacked else (len(parts) * first, *rest)
+            forms = sorted({f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in parts})
+            if len(forms) > 1:
+                what = f"{keys[0]!r} and {len(keys) - 1} more that belong together in several forms"
+                raise ValueError(f"{self.name!r} has {what} ({', '.join(forms)}): get the file again.")
+            first, *rest = parts[0].shape
+            shape = (len(parts), first, *rest) if row.stacked else (len(parts) * first, *rest)
             tensors[row.ours] = Joined(tuple(parts), shape, keys)
         return tensors
 
@@ -172,6 +172,7 @@ class SavedHeads:
     reads_as_published = property(lambda self: list(self.config.feature_layers) == published_layers(self.text))
     reads_embeddings = property(lambda self: 0 in self.config.feature_layers)
     reduced_vocabulary = property(lambda self: "draft_tokens" in self.tensors)
+    reduced_projections = property(lambda self: self.reduced_vocabulary and some(r"projections\.up\..*", self.tensors))
     windows_from_anchor = property(lambda self: any(self.config.windows) and not self.config.window_per_slot)
     windows_from_slots = property(lambda self: any(self.config.windows) and self.config.window_per_slot)
     rotary_type = property(lambda self: (self.config.own_layer.rope_parameters or {}).get("rope_type", "default"))

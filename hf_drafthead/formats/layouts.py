@@ -36,10 +36,11 @@ def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
         ValueError: they are of no known layout, of this library's own, or of two layouts.
     """
     sources = find_sources(name, hub) if split_gguf(name)[1] is None else [gguf_source(name, hub)]
-    fitting = [
-        (source, [layout for layout in LAYOUTS if layout.detect(source.tensors, source.config)]) for source in sources
+    matches = [
+        (source, layout)
+        for source in sources
+        if (layout := next((each for each in LAYOUTS if each.detect(source.tensors, source.config)), None)) is not None
     ]
-    matches = [(source, layouts[0]) for source, layouts in fitting if layouts]
     if len(matches) > 1:
         names = " and ".join(f"{source.files[0]!r} ({layout.name})" for source, layout in matches)
         raise ValueError(f"{name!r} holds heads twice: {names}; give the file of one of them.")
@@ -83,6 +84,7 @@ thoughtworks/Llama-3.1-8B-Instruct-Eagle3 meta-llama/Llama-3.1-8B-Instruct
 z-lab/Qwen3-{}B-DFlash-b16 Qwen/Qwen3-{}B 4 8
 deepseek-ai/dflash_qwen3_{}b Qwen/Qwen3-{}B 4 8 14
 deepseek-ai/dspark_qwen3_{}b Qwen/Qwen3-{}B 4 8 14
+google/gemma-4-{}-it-assistant google/gemma-4-{}-it E2B E4B 12B 26B-A4B 31B
 """
 LINES = (line.split() for line in PUBLISHED.split("\n") if line)
 BASES = {name.format(size): base.format(size) for name, base, *sizes in LINES for size in sizes or ("",)}

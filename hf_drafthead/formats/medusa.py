@@ -40,6 +40,7 @@ from hf_drafthead.formats.tables import NO, YES, Limits, Row, equal, parts_of, s
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.modeling.checkpoint import IN_ANOTHER_LAYOUT
 
+WHOLE = {"reduced_projections": NO}
 # The draft trees of the original command line, chosen there by words in the model's name.
 TREES = ("vicuna_7b", "vicuna_13b", "vicuna_33b", "zephyr")
 
@@ -58,7 +59,7 @@ class Medusa(Layout):
     name = "FasterDecoding Medusa"
     family = MedusaForCausalLM
     targets: ClassVar[tuple[str, ...]] = ("medusa", "tgi")
-    limits: ClassVar[Limits] = {"medusa": {"one_block": YES}, "tgi": {"shared_blocks": (0, 1)}}
+    limits: ClassVar[Limits] = {"": WHOLE, "medusa": {"one_block": YES}, "tgi": {"shared_blocks": (0, 1)}}
     block: ClassVar[str] = "{head}.{layer}.linear.{kind}"
     projection: ClassVar[str] = "{head}.{layers}.weight"
     patterns: ClassVar[tuple[str, str]] = (
@@ -89,9 +90,9 @@ class Medusa(Layout):
         lm_heads = [*copies.values(), *(reader.take(name) for name in projections if name in reader and not copies)]
         vocab_size = len(lm_heads[0]) if lm_heads else None
         shared = bool(copies) or not lm_heads
-        table = self.table(heads, layers, len(first), None if shared else vocab_size)
         biased = self.biased or any(block[3] == "bias" for block in blocks)
-        joined = reader.rows(row for row in table if biased or row.shape != (len(first),))
+        table = self.table(heads, layers, shared)
+        joined = reader.rows(row for row in table if biased or not row.ours.endswith("bias"))
         if not biased:
             zeros = torch.zeros(heads, len(first), dtype=first.dtype, device=first.device)
             joined |= {f"blocks.{layer}.bias": Joined((zeros,), (heads, len(first))) for layer in range(layers)}
@@ -110,23 +111,20 @@ class Medusa(Layout):
         """A projection that all heads share, and which the file has in the base's place."""
         return {}
 
-    def table(self, heads: int, layers: int, hidden_size: int, vocab_size: int | None) -> list[Row]:
-        """The tensors of heads; without projections of their own if vocab_size is None."""
+    def table(self, heads: int, layers: int, shared: bool) -> list[Row]:
+        """The tensors of heads, without projections of their own if they share one."""
         rows = []
-        for layer, (kind, dimensions) in product(range(layers), (("weight", 2), ("bias", 1))):
+        for layer, kind in product(range(layers), ("weight", "bias")):
             parts = [self.block.format(head=head, layer=layer, kind=kind) for head in range(heads)]
-            rows.append(Row(f"blocks.{layer}.{kind}", parts, (hidden_size,) * dimensions, stacked=True))
-        for head in range(heads if vocab_size else 0):
-            name = self.projection.format(head=head, layers=layers)
-            rows.append(Row(f"projections.up.{head}.weight", [name], (vocab_size or 0, hidden_size)))
+            rows.append(Row(f"blocks.{layer}.{kind}", parts, stacked=True))
+        for head in range(0 if shared else heads):
+            rows.append(Row(f"projections.up.{head}.weight", [self.projection.format(head=head, layers=layers)]))
         return rows
 
     def head_tensors(self, saved: SavedHeads) -> dict[str, Tensor]:
         """Heads of this library under the layout's names."""
-        config, text = saved.config, saved.text
-        vocab_size = None if config.share_lm_head else text.vocab_size
-        rows = self.table(config.num_draft_heads, config.num_layers, text.hidden_size, vocab_size)
-        return parts_of(saved.tensors, rows)
+        config = saved.config
+        return parts_of(saved.tensors, self.table(config.num_draft_heads, config.num_layers, config.share_lm_head))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config = saved.config
@@ -148,7 +146,7 @@ class MedusaFull(Medusa):
 
     name = "Medusa 1.0 model"
     targets = ("medusa",)
-    limits: ClassVar[Limits] = {"": {"one_block": YES, "share_lm_head": NO}}
+    limits: ClassVar[Limits] = {"": WHOLE | {"one_block": YES, "share_lm_head": NO}}
     prefix = "medusa_head."
     holds_base = True
 
@@ -176,7 +174,7 @@ class MedusaVllm(Medusa):
 
     name = "vLLM Medusa"
     targets = ("vllm",)
-    limits: ClassVar[Limits] = {}
+    limits: ClassVar[Limits] = {"": WHOLE}
     block = "blocks.{head}.layers.{layer}.{kind}"
     projection = "lm_heads.{head}.weight"
     patterns = (

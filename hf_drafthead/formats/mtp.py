@@ -64,8 +64,7 @@ LONGCAT = _names("mtp.layers.0.", "mtp.", **LONGCAT_PARTS)
 # By model_type of the base's text config; others may have any of them: what is read, the files tell.
 NAMES = {
     "hy_v3": HUNYUAN,
-    "step3p5": STEP,
-    "step3p7": STEP,
+    **dict.fromkeys(("step3p5", "step3p7"), STEP),
     "mimo": MIMO,
     "mimo_v2_flash": MIMO_V2,
     "ernie4_5_moe": ERNIE,
@@ -90,7 +89,6 @@ class StoredModules:
     """The modules in a repository: the file that holds each tensor, and by its name there its module and name here."""
 
     place: str
-    count: int
     files: dict[str, str]
     ours: dict[str, tuple[int, str]]
 
@@ -103,7 +101,7 @@ class StoredModules:
         scales = {key: stored[key + end] for key in stored for end in SCALES if key + end in stored}
         left_out = {key + end for key in scales for end in SCALES}  # and scales of activations, not quantized here
         plain = {key: at for key, at in self.ours.items() if not (key in left_out or key.endswith("input_scale"))}
-        return by_module(self.count, plain, lambda key: self._plain(key, stored[key], scales.get(key)))
+        return by_module(plain, lambda key: self._plain(key, stored[key], scales.get(key)))
 
     def _plain(self, key: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
         """The numbers of a tensor, which are packed in eight bits if there is a scale."""
@@ -138,20 +136,17 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
     if form is not None:
         what = f"has modules for multi-token prediction with {form}, which are not known here"
         raise ValueError(f"{place!r} {what}: train heads of another family for it.")
-    count, ours = indexed
     files = {}
-    for key in ours:
+    for key in indexed:
         if (file := fetch_file(place, shards[key], hub)) is None:
             index = f"{WEIGHTS if shards[key].endswith('.safetensors') else PICKLE}.index.json"
             raise OSError(f"{place!r} lacks {shards[key]}, which its {index} names: download it again.")
         files[key] = file
-    return StoredModules(place, count, files, ours)
+    return StoredModules(place, files, indexed)
 
 
-def modules_in(
-    keys: Iterable[str], text: PreTrainedConfig, *only: Names
-) -> tuple[int, dict[str, tuple[int, str]]] | None:
-    """How many modules there are among tensors of these names, and by name module and name here; None if none.
+def modules_in(keys: Iterable[str], text: PreTrainedConfig, *only: Names) -> dict[str, tuple[int, str]] | None:
+    """Of tensors of these names those of modules: by name the module and the name here; None if there are none.
 
     only: under which names; by default under those of the base's architecture, else under any.
     """
@@ -166,13 +161,13 @@ def modules_in(
                 for index, root in modules.items()
             }
             found = [(key, index, renamed(key, theirs[index])) for index in modules for key in keys]
-            return len(modules), {key: (index, name) for key, index, name in found if name is not None}
+            return {key: (index, name) for key, index, name in found if name is not None}
     return None
 
 
-def by_module(count: int, ours: Mapping[str, tuple[int, str]], tensor: Callable[[str], Any]) -> list[dict[str, Any]]:
+def by_module(ours: Mapping[str, tuple[int, str]], tensor: Callable[[str], Any]) -> list[dict[str, Any]]:
     """Of each module, by the names here, what `tensor` gives for the names there."""
-    modules: list[dict[str, Any]] = [{} for _ in range(count)]
+    modules: list[dict[str, Any]] = [{} for _ in range(1 + max((index for index, _ in ours.values()), default=0))]
     for key, (index, name) in ours.items():
         modules[index][name] = tensor(key)
     return modules
@@ -354,7 +349,7 @@ def _stored(config: MtpConfig, place: str, hub: Mapping[str, Any]) -> list[dict[
         return None if stored is None else stored.tensors()
     tensors = gguf_blocks(folder, file, text.num_hidden_layers, hub)
     named = modules_in(tensors, text, DEEPSEEK)
-    return None if named is None else by_module(*named, tensors.__getitem__)
+    return None if named is None else by_module(named, tensors.__getitem__)
 
 
 def named_base(place: str, hub: Mapping[str, Any]) -> str | None:

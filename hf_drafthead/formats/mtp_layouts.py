@@ -40,12 +40,12 @@ class BaseModules(Layout):
         text = text_config_of(config)
         names = dict.fromkeys(keys)
         modules = None if text is None else modules_in(names, text)
-        return modules is not None and set(modules[1]) == set(names)
+        return modules is not None and set(modules) == set(names)
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         base, reader = text_config_of(source.config), Reader(source.name, source.tensors)
         assert base is not None, "detected by it"
-        modules = by_module(*(modules_in(source.tensors, base) or (0, {})), reader.take)
+        modules = by_module(modules_in(source.tensors, base) or {}, reader.take)
         form = form_of(modules)
         return heads_of(self, reader, MtpConfig(base_config=base, **form), modules, form)
 
@@ -81,11 +81,10 @@ class SpeculatorsMtp(Layout):
             what = "has no transformer_layer_config of a model that transformers knows"
             raise ValueError(f"{source.name!r} {what}: correct config.json.")
         copies = reader.copies(COPIES_OF_BASE)
-        _, ours = modules_in(source.tensors, layer, MIMO) or (0, {})
-        module = {name: reader.take(key) for key, (_, name) in ours.items()}
-        form: dict[str, Any] = {"num_modules": 1, "hidden_first": False, "output_norm": "norm.weight" in module}
+        modules = by_module(modules_in(source.tensors, layer, MIMO) or {}, reader.take)
+        form = form_of(modules) | {"hidden_first": False}
         more = {"copies": copies, "vocab_size": layer.vocab_size, "base": verifier_of(config)}
-        return heads_of(self, reader, MtpConfig(base_config=layer, **form), [module], form, **more)
+        return heads_of(self, reader, MtpConfig(base_config=layer, **form), modules, form, **more)
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, text = saved.config, saved.text

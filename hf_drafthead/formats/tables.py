@@ -13,11 +13,10 @@ NO, YES = (False,), (True,)  # of limits; also 0 and 1
 
 
 class Row(NamedTuple):
-    """A tensor here and its parts in a layout, each of a shape, one behind the other, or rows of a new dimension."""
+    """A tensor here and its parts in a layout, one behind the other, or stacked as rows of a new dimension."""
 
     ours: str
     theirs: list[str]
-    shape: tuple[int, ...]
     stacked: bool = False
 
 

@@ -56,53 +56,35 @@ def place(golden_folder, tmp_path):
     return write
 
 
+OTHER = "has 1 tensor(s) that the layout '{}' does not have, such as '{}..."
 MEDUSA, HYDRA, EAGLE = "medusa_v1_own_lmhead_l1", "hydrapp_prefix_mlp_l1_grounded", "eagle1"
 
 
-def test_nothing_there(tmp_path):
+def test_what_is_no_checkpoint_of_another_project(golden_folder, tmp_path):
     with refused(OSError, "there is no file or folder './nowhere/at all': give one, or the id of a repository on..."):
         convert_checkpoint("./nowhere/at all")
     with refused(OSError, "'...' holds no weights (...): expected one of medusa_lm_head.safetensors, ..."):
         convert_checkpoint(tmp_path)
-
-
-def test_an_unknown_layout(tmp_path):
     save_file({"owl.wing": torch.zeros(2), "owl.beak": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with refused(
-        ValueError,
-        "'...' is of no known layout: it has 2 tensors such as 'owl.beak', 'owl.wing'; known are FasterDecoding "
-        "Medusa, ...: give one of these; a base without heads needs no conversion, put new heads on it with from_base.",
-    ):
+    known = "'owl.beak', 'owl.wing'; known are FasterDecoding Medusa, ...: give one of these; a base without..."
+    with refused(ValueError, f"'...' is of no known layout: it has 2 tensors such as {known}"):
         convert_checkpoint(tmp_path)
-
-
-def test_two_layouts(place, golden_folder):
-    folder = place(MEDUSA)
-    shutil.copy(place_of(HYDRA, folder.parent, golden_folder) / "hydra_lm_head.pt", folder)
-    message = (
-        "'...' holds heads twice: '...medusa_lm_head.pt' (FasterDecoding Medusa) and '...hydra_lm_head.pt' (Hydra); "
-        "give the file of one of them."
-    )
-    with refused(ValueError, message):
-        convert_checkpoint(folder)
-    assert convert_checkpoint(folder / "hydra_lm_head.pt").layout == "Hydra"
-
-
-def place_of(golden, parent, base):
-    BY_NAME[golden].write(parent / golden, base)
-    return parent / golden
-
-
-def test_a_base_beside_the_heads_is_no_second_layout(place, golden_folder):
-    folder = place(MEDUSA)
-    shutil.copy(golden_folder / "model.safetensors", folder)
-    assert convert_checkpoint(folder).layout == "FasterDecoding Medusa"
-
-
-def test_heads_of_this_library(golden_folder, tmp_path):
     MedusaForCausalLM.from_base(golden_base()).save_pretrained(tmp_path / "ours")
     with refused(ValueError, "'...' is a checkpoint of this library already: load it with AutoModel.from_pretrained."):
         convert_checkpoint(tmp_path / "ours")
+
+
+def test_what_lies_beside_heads(place, golden_folder):
+    """Other heads, of which one file is to be given; a base is no second layout."""
+    folder = place(MEDUSA)
+    shutil.copy(golden_folder / "model.safetensors", folder)
+    assert convert_checkpoint(folder).layout == "FasterDecoding Medusa"
+    BY_NAME[HYDRA].write(folder.parent / "hydra", golden_folder)
+    shutil.copy(folder.parent / "hydra" / "hydra_lm_head.pt", folder)
+    files = "'...medusa_lm_head.pt' (FasterDecoding Medusa) and '...hydra_lm_head.pt' (Hydra)"
+    with refused(ValueError, f"'...' holds heads twice: {files}; give the file of one of them."):
+        convert_checkpoint(folder)
+    assert convert_checkpoint(folder / "hydra_lm_head.pt").layout == "Hydra"
 
 
 class Code:
@@ -152,147 +134,109 @@ def test_a_truncated_file(place):
         convert_checkpoint(folder)
 
 
-def test_a_git_lfs_pointer(place):
-    folder = place(MEDUSA)
-    (folder / "medusa_lm_head.pt").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+def test_other_files_than_state_dicts(place, tmp_path):
+    file = place(MEDUSA) / "medusa_lm_head.pt"
+    tensors = torch.load(file)
+    torch.save({"epoch": 3, "state_dict": tensors}, file)  # which is read
+    assert convert_checkpoint(file.parent).fields["num_draft_heads"] == 5
+    torch.save([1, 2], file)
+    with refused(OSError, "'...' holds a list and not a state dict: save the heads' state_dict()."):
+        convert_checkpoint(file.parent)
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
     with refused(OSError, "'...' is a Git LFS pointer and not the file itself: fetch it with `git lfs pull`."):
-        convert_checkpoint(folder)
-
-
-def test_a_missing_shard(tmp_path):
+        convert_checkpoint(file.parent)
+    torch.save(tensors, file)
+    (file.parent / "config.json").write_text("{")
+    with refused(OSError, "'...config.json' is not readable JSON (...): copy or download it again."):
+        convert_checkpoint(file.parent)
     index = {"metadata": {}, "weight_map": {"medusa_head.0.0.linear.weight": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with refused(OSError, "'...' lacks model-00001-of-00001.safetensors, which its model.safetensors.index.json..."):
         convert_checkpoint(tmp_path)
 
 
-def test_something_else_than_a_state_dict(place):
-    folder = place(MEDUSA)
-    torch.save([1, 2], folder / "medusa_lm_head.pt")
-    with refused(OSError, "'...' holds a list and not a state dict: save the heads' state_dict()."):
-        convert_checkpoint(folder)
+def lose(*names):
+    return lambda tensors: [tensors.pop(name) for name in list(tensors) if any(part in name for part in names)]
 
 
-def test_a_state_dict_in_an_envelope_is_read(place):
-    folder = place(MEDUSA)
-    tensors = torch.load(folder / "medusa_lm_head.pt")
-    torch.save({"epoch": 3, "state_dict": tensors}, folder / "medusa_lm_head.pt")
-    assert convert_checkpoint(folder).fields["num_draft_heads"] == 5
+def put(**found):
+    return lambda tensors: tensors.update({name.replace("__", "."): tensor for name, tensor in found.items()})
 
 
-@pytest.mark.parametrize(
-    "golden, change, message",
-    [
-        (
-            MEDUSA,
-            lambda tensors: tensors.pop("3.1.weight"),
-            "'...' lacks the tensor '3.1.weight': the file is not complete, get it again.",
-        ),
-        (
-            MEDUSA,
-            lambda tensors: tensors.pop("2.0.linear.bias"),
-            "'...' lacks the tensor '2.0.linear.bias': the file is not complete, get it again.",
-        ),
-        (
-            MEDUSA,
-            lambda tensors: tensors.update({"1.1.weight": torch.zeros(128, 32)}),
-            "'...' has '1.1.weight' of shape [128, 32], but the tensors beside it ask for [128, 64]: the file is...",
-        ),
-        (
-            MEDUSA,
-            lambda tensors: tensors.update({"1.0.linear.weight": torch.zeros(64, 64).half()}),
-            "'...' has '0.0.linear.weight' and 4 more that belong together in several types (float16, float32)...",
-        ),
-        (
-            HYDRA,
-            lambda tensors: tensors.pop("hydra_mlp.2.1.res_connection.weight"),
-            "'...' lacks the tensor 'hydra_mlp.2.1.res_connection.weight': the file is not complete, get it again.",
-        ),
-        (
-            HYDRA,
-            lambda tensors: [tensors.pop(name) for name in list(tensors) if "res_connection" in name],
-            "'...' holds Hydra heads that do not read the tokens of their path (grounded_heads false): there is no...",
-        ),
-        (
-            HYDRA,
-            lambda tensors: tensors.update({"hydra_mlp.0.1.gate.weight": torch.zeros(2)}),
-            "'...' has 1 tensor(s) that the layout 'Hydra' does not have, such as 'hydra_mlp.0.1.gate.weight' [2]...",
-        ),
-        (
-            EAGLE,
-            lambda tensors: tensors.update({"layers.0.input_layernorm.weight": torch.ones(64)}),
-            "'...' has 'layers.0.input_layernorm.weight', a norm before attention, which no EAGLE head has...",
-        ),
-        (
-            EAGLE,
-            lambda tensors: tensors.update({"layers.1.self_attn.q_proj.weight": torch.ones(64, 64)}),
-            "'...' has 1 tensor(s) that the layout 'EAGLE' does not have, such as 'layers.1.self_attn.q_proj...",
-        ),
-        (
-            MEDUSA,
-            lambda tensors: tensors["1.0.linear.weight"][3].fill_(float("nan")),
-            "'...' holds NaN or infinity in '1.0.linear.weight' and 0 more tensor(s), as after an overflow or...",
-        ),
-        (
-            EAGLE,
-            lambda tensors: tensors.pop("layers.0.mlp.up_proj.weight"),
-            "'...' lacks the tensor 'drafter.body.layer.mlp.up_proj.weight' [128, 64] that its config asks for: ...",
-        ),
-    ],
-)
+DAMAGED = [
+    (MEDUSA, lose("3.1.weight"), "lacks the tensor '3.1.weight': the file is not complete, get it again."),
+    (MEDUSA, lose("2.0.linear.bias"), "lacks the tensor '2.0.linear.bias': the file is not complete, get it again."),
+    (
+        MEDUSA,
+        put(**{"1__1__weight": torch.zeros(128, 32)}),
+        "has 'drafter....up.1.weight' of shape [128, 32]...",
+    ),
+    (
+        MEDUSA,
+        put(**{"1__0__linear__weight": torch.zeros(64, 64).half()}),
+        "has '0.0.linear.weight' and 4 more that belong together in several forms (float16 [64, 64], float32...",
+    ),
+    (
+        MEDUSA,
+        lambda tensors: tensors["1.0.linear.weight"][3].fill_(float("nan")),
+        "holds NaN or infinity in '1.0.linear.weight' and 0 more tensor(s), as after an overflow or...",
+    ),
+    (
+        HYDRA,
+        lose("mlp.2.1.res_connection.weight"),
+        "lacks the tensor 'hydra_mlp.2.1.res_connection.weight': ...",
+    ),
+    (HYDRA, put(hydra_mlp__0__1__gate__weight=torch.zeros(2)), OTHER.format("Hydra", "hydra_mlp.0.1.gate.weight' [2]")),
+    (EAGLE, put(layers__1__self_attn__q_proj__weight=torch.ones(4, 4)), OTHER.format("EAGLE", "layers.1.self")),
+    (
+        EAGLE,
+        put(layers__0__input_layernorm__weight=torch.ones(64)),
+        "has 1 tensor(s) that its config does not ask...",
+    ),
+    (EAGLE, lose("up_proj"), "lacks the tensor 'drafter.body.layer.mlp.up_proj.weight' [128, 64] that its..."),
+]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("golden, change, message", DAMAGED, ids=[message[:40] for _, _, message in DAMAGED])
 def test_a_damaged_file(place, golden_folder, golden, change, message):
-    with refused(ValueError, message):
+    with refused(ValueError, f"'...' {message}"):
         convert_checkpoint(place(golden, change), base_model=golden_folder)
 
 
-def test_heads_and_config_that_disagree_are_converted_and_told(place):
-    notes = convert_checkpoint(place(MEDUSA)).notes
-    assert notes == ["config.json says medusa_num_heads 2, the tensors have 5: the tensors are right."]
+DIFFER = [
+    (MEDUSA, {}, "medusa_num_heads 2, the tensors have 5"),
+    (HYDRA, {"hydra_num_layers": 4}, "hydra_num_layers 4, the tensors have 1"),
+    (HYDRA, {"hydra_head_arch": "mlp"}, "hydra_head_arch 'mlp', the tensors have 'prefix-mlp'"),
+    (EAGLE, {"bias": False}, "bias False, the tensors have True"),
+    (EAGLE, {"intermediate_size": 99}, "intermediate_size 99, the tensors have 128"),
+    (EAGLE, {"num_key_value_heads": 2}, "num_key_value_heads 2, the tensors have 4"),
+]
 
 
-@pytest.mark.parametrize(
-    "golden, config, note",
-    [
-        (HYDRA, {"hydra_num_layers": 4}, "config.json says hydra_num_layers 4, the tensors have 1: the tensors are..."),
-        (HYDRA, {"hydra_head_arch": "mlp"}, "config.json says hydra_head_arch 'mlp', the tensors have 'prefix-mlp'..."),
-        (HYDRA, {"grounded_heads": False}, "config.json says grounded_heads False, the tensors have True: the..."),
-        (EAGLE, {"bias": False}, "config.json says bias False, the tensors have True: the tensors are right."),
-        (EAGLE, {"intermediate_size": 99}, "config.json says intermediate_size 99, the tensors have 128: the..."),
-        (EAGLE, {"num_key_value_heads": 2}, "config.json says num_key_value_heads 2, the tensors have 4: the..."),
-    ],
-)
+@pytest.mark.parametrize("golden, config, note", DIFFER, ids=[note for _, _, note in DIFFER])
 def test_the_tensors_win_over_the_config_aloud(place, golden_folder, golden, config, note):
-    (found,) = convert_checkpoint(place(golden, config=config), base_model=golden_folder).notes
-    assert re.fullmatch(".*".join(map(re.escape, note.split("..."))), found)
+    notes = convert_checkpoint(place(golden, config=config), base_model=golden_folder).notes
+    assert notes == [f"config.json says {note}: the tensors are right."]
 
 
-def test_heads_that_read_another_hidden_state(place):
-    with refused(
-        ValueError, "'...' reads the hidden state 2 layers before the last one (hidden_state_offset): Hydra..."
-    ):
-        convert_checkpoint(place(HYDRA, config={"hidden_state_offset": 2}))
+UNFIT = [
+    (HYDRA, {"hidden_state_offset": 2}, "says hidden_state_offset 2 in its config.json, ... (expected 0): ..."),
+    (HYDRA, {"grounded_heads": False}, "says grounded_heads False in its config.json, ... (expected True): ..."),
+    (
+        EAGLE,
+        {"num_attention_heads": 5},
+        "has in its config.json a value... multiple of the number of attention...",
+    ),
+    (EAGLE, {"num_attention_heads": None}, "has no config.json that says num_attention_heads, which tensors do not..."),
+]
 
 
-def test_attention_that_does_not_divide(place, golden_folder):
-    folder = place(EAGLE, config={"num_attention_heads": 5})
-    with refused(
-        ValueError, "'...' has query and key projections of 64 and 64 rows, which 5 attention heads (...) do..."
-    ):
-        convert_checkpoint(folder, base_model=golden_folder)
-
-
-def test_a_layer_without_a_config(place, golden_folder):
-    folder = place(EAGLE)
-    (folder / "config.json").unlink()
-    with refused(ValueError, "'...' has no config.json that says num_attention_heads, which tensors do not tell..."):
-        convert_checkpoint(folder, base_model=golden_folder)
-
-
-def test_a_config_that_is_no_json(place):
-    folder = place(MEDUSA)
-    (folder / "config.json").write_text("{")
-    with refused(OSError, "'...config.json' is not readable JSON (...): copy or download it again."):
-        convert_checkpoint(folder)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("golden, config, message", UNFIT, ids=[message[:30] for _, _, message in UNFIT])
+def test_a_config_that_does_not_fit(place, golden_folder, golden, config, message):
+    with refused(ValueError, f"'...' {message}"):
+        convert_checkpoint(place(golden, config=config), base_model=golden_folder)
 
 
 def test_a_base_that_nobody_names(place, tmp_path):
@@ -442,59 +386,43 @@ def base(tmp_path):
     return base
 
 
-REFUSED = [
+REFUSED = [  # fields of heads, a target, and what it has no place for
+    (MedusaForCausalLM, {"num_layers": 2}, "medusa", "its one_block is False, ... True alone; use --to tgi or vllm."),
     (
-        Family("untied medusa", MedusaForCausalLM, {"num_layers": 2}),
-        "medusa",
-        "its one_block is False, and the target has a place for True alone; use --to tgi or vllm.",
-    ),
-    (
-        Family("medusa, shared, 2 blocks", MedusaForCausalLM, {"num_layers": 2, "share_lm_head": True}),
+        MedusaForCausalLM,
+        {"num_layers": 2, "share_lm_head": True},
         "tgi",
-        "its shared_blocks is 2, and the target has a place for 0 or 1 alone; use --to vllm.",
+        "its shared_blocks is 2, ... 0 or 1 alone; ...",
     ),
+    (HydraForCausalLM, {"num_layers": 3}, "hydra", "its one_block is False, ... True alone; train it otherwise."),
     (
-        Family("untied hydra", HydraForCausalLM, {"num_layers": 3}),
+        HydraForCausalLM,
+        {"share_lm_head": True},
         "hydra",
-        "its one_block is False, and the target has a place for True alone; train it otherwise.",
+        "its share_lm_head is True, ... with share_lm_head False.",
     ),
+    (HydraForCausalLM, {"prefix_layer": True, "layer_config": tiny_base().config}, "hydra", "its layer_config is ..."),
+    (EagleForCausalLM, {"fc_bias": True}, "vllm", "fc has a bias, which vLLM drops without a word; let --fold-bias..."),
     (
-        Family("hydra, shared", HydraForCausalLM, {"share_lm_head": True}),
-        "hydra",
-        "its share_lm_head is True, and the target has a place for False alone; train it with share_lm_head False.",
-    ),
-    (
-        Family("hydra, other layer", HydraForCausalLM, {"prefix_layer": True, "layer_config": tiny_base().config}),
-        "hydra",
-        "its layer_config is ..., and the target has a place for None alone; train it with...",
-    ),
-    (
-        Family("eagle, bias", EagleForCausalLM, {"fc_bias": True}),
-        "vllm",
-        "fc has a bias, which vLLM drops without a word; let --fold-bias (fold_bias=True) move it into embeddings...",
-    ),
-    (
-        Family("eagle, two states", EagleForCausalLM, {"feature_layers": [1, 2]}),
+        EagleForCausalLM,
+        {"feature_layers": [1, 2]},
         "eagle",
-        "its feature_layers is [1, 2], and the target has a place for [-1] alone; train it with feature_layers [-1].",
+        "its feature_layers is [1, 2], ... [-1] alone; train...",
     ),
+    (EagleForCausalLM, {"layer_config": tiny_base("qwen3").config}, "sglang", "its layer_model_type is 'qwen3', ..."),
     (
-        Family("eagle, qwen3", EagleForCausalLM, {"layer_config": tiny_base("qwen3").config}),
+        EagleForCausalLM,
+        {"layer_config": tiny_base("qwen2").config},
         "sglang",
-        "its layer_model_type is 'qwen3', and the target has a place for 'llama' or 'mistral' or 'qwen2' alone...",
-    ),
-    (
-        Family("eagle, qwen2", EagleForCausalLM, {"layer_config": tiny_base("qwen2").config}),
-        "sglang",
-        "its biases_in_layers is True, and the target has a place for False alone; use --to eagle or vllm.",
+        "its biases_in_layers is True, ...",
     ),
 ]
 
 
-@pytest.mark.parametrize("family, to, why", [pytest.param(*case, id=f"{case[0].name}-{case[1]}") for case in REFUSED])
-def test_what_a_target_would_damage_is_refused(base, tmp_path, family, to, why):
-    family.build(base).save_pretrained(tmp_path / "ours")
-    with refused(ValueError, f"'...ours' cannot be written as '{to}': {why}" + ("" if why.endswith(".") else "...")):
+@pytest.mark.parametrize("kind, fields, to, why", REFUSED, ids=[f"{why[:20]}, {to}" for _, _, to, why in REFUSED])
+def test_what_a_target_would_damage_is_refused(base, tmp_path, kind, fields, to, why):
+    Family("heads", kind, fields).build(base).save_pretrained(tmp_path / "ours")
+    with refused(ValueError, f"'...ours' cannot be written as '{to}': {why}"):
         export_checkpoint(tmp_path / "ours", tmp_path / "theirs", to)
     assert not (tmp_path / "theirs").exists()
 

@@ -80,7 +80,10 @@ REFUSED = {
         {"layer_types": ["sliding_attention"] * 2, "sliding_window": -3, OWN: {**READ, "causal": False}},
         "sliding_window -3: expected a whole number of at least 1",
     ),
-    "fewer layers": ({OWN: {**READ, "target_layer_ids": [0, 1]}}, "joins 3 hidden states of width 64, but it reads"),
+    "fewer layers": (
+        {OWN: {**READ, "target_layer_ids": [0, 1]}},
+        "'drafter.fc.weight' of shape .64, 192., but its config asks",
+    ),
     "a scale that is none": ({"output_multiplier": -0.5}, "output_multiplier is -0.5: expected a number above 0"),
     "a mask token beyond the base": (
         {OWN: {**READ, "mask_token_id": 128}},

@@ -114,13 +114,9 @@ def test_golden_heads_draft_the_original_tokens(layout, write, base_folder, tmp_
 # ---- what a layout leaves open --------------------------------------------------------------------------------------
 
 
-WITHOUT_AUXILIARY = [
-    {"eagle_config": {"use_aux_hidden_state": False, IDS: []}},
-    {"eagle_config": {"use_aux_hidden_state": False}},
-    {"eagle_config": {"use_aux_hidden_state": False, IDS: [1, 3, 4]}},
-    {"use_aux_hidden_state": False},
-    {"num_aux_hidden_states": 0},
-]
+GIVEN = ({IDS: []}, {}, {IDS: [1, 3, 4]})
+WITHOUT_AUXILIARY = [{"eagle_config": {"use_aux_hidden_state": False, **ids}} for ids in GIVEN]
+WITHOUT_AUXILIARY += [{"use_aux_hidden_state": False}, {"num_aux_hidden_states": 0}]
 
 
 @pytest.mark.parametrize("layout", ["safeailab", "specforge", "speculators"])
@@ -139,65 +135,59 @@ def test_a_user_may_say_which_layers_a_head_reads_whatever_its_config_says(layou
     assert found.fields["feature_layers"] == [2, 4, 5]
 
 
-@pytest.mark.parametrize("config", [{IDS: []}, {"eagle_config": {IDS: []}}, {"eagle_config": None}], ids=str)
-def test_an_empty_list_of_layers_means_those_that_are_published(config, write, base_folder):
-    assert convert_checkpoint(write("specforge", **config), base_model=base_folder).fields["feature_layers"] == [
-        2,
-        4,
-        5,
-    ]
+LAYERS = [
+    *(("specforge", config, [2, 4, 5]) for config in ({IDS: []}, {"eagle_config": {IDS: []}}, {"eagle_config": None})),
+    ("specforge", {"eagle_config": {IDS: [1, 3, 4]}}, [2, 4, 5]),  # numbers of SpecForge and SGLang are one less
+    ("speculators", {IDS: [1, 3, 6]}, [1, 3, 6]),
+]
 
 
-def test_layer_numbers_that_are_none_are_refused(write, base_folder):
+@pytest.mark.few(5)
+@pytest.mark.parametrize("layout, config, layers", LAYERS, ids=str)
+def test_numbers_of_layers_are_those_of_their_project_or_the_published(layout, config, layers, write, base_folder):
+    assert convert_checkpoint(write(layout, **config), base_model=base_folder).fields["feature_layers"] == layers
+
+
+TWO_MEANINGS = {
+    "feature_layers": (
+        ("specforge", {IDS: [2, 4, 5]}),
+        "reads the layers [2, 4, 5] (eagle_aux_hidden_state_layer_ids), the inputs of these for vLLM, of [3, 5, 6] for "
+        "SGLang and SpecForge: say which by feature_layers=[2, 4, 5] or feature_layers=[3, 5, 6] (on the command line "
+        "--set).",
+        [[2, 4, 5], [3, 5, 6]],
+    ),
+    "norm_output": (
+        ("specforge", {"norm_output": True}),
+        "says norm_output: SGLang and vLLM feed the normed output back then, ...",
+        [True, False],
+    ),
+    "norm_before_residual": (
+        ("speculators", {"norm_before_residual": "left out"}),
+        "does not say norm_before_residual, which speculators takes for false and vLLM for true: say...",
+        [True, False],
+    ),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("field", TWO_MEANINGS)
+def test_what_means_two_things_is_refused_until_it_is_said(field, write, base_folder):
+    (layout, config), message, values = TWO_MEANINGS[field]
+    folder = write(layout, **config)
+    with refused(f"'...' {message}"):
+        convert_checkpoint(folder, base_model=base_folder)
+    for value in values:
+        report = convert_checkpoint(folder, base_model=base_folder, fields={field: value})
+        model = Eagle3ForCausalLM.from_pretrained(folder, convert=True, base_model=base_folder, **{field: value})
+        assert report.fields[field] == value == getattr(model.config, field)
+
+
+def test_what_is_not_known_is_refused(write, base_folder, tmp_path):
     with refused("... has eagle_aux_hidden_state_layer_ids '2, 4': expected a list of layer numbers; correct ..."):
         convert_checkpoint(write("specforge", **{IDS: "2, 4"}), base_model=base_folder)
-
-
-def test_layer_numbers_of_specforge_and_sglang_are_one_less(write, base_folder):
-    folder = write("specforge", eagle_config={IDS: [1, 3, 4]})
-    assert convert_checkpoint(folder, base_model=base_folder).fields["feature_layers"] == [2, 4, 5]
-
-
-def test_layer_numbers_that_mean_two_things_are_refused(write, base_folder):
-    folder = write("specforge", **{IDS: [2, 4, 5]})
-    with refused(
-        "'...' reads the layers [2, 4, 5] (eagle_aux_hidden_state_layer_ids), the inputs of these for vLLM, "
-        "of [3, 5, 6] for SGLang and SpecForge: say which by feature_layers=[2, 4, 5] or feature_layers=[3, 5, 6] "
-        "(on the command line --set)."
-    ):
-        convert_checkpoint(folder, base_model=base_folder)
-    report = convert_checkpoint(folder, base_model=base_folder, fields={"feature_layers": [2, 4, 5]})
-    assert report.fields["feature_layers"] == [2, 4, 5]
-    model = Eagle3ForCausalLM.from_pretrained(folder, convert=True, base_model=base_folder, feature_layers=[3, 5, 6])
-    assert list(model.drafter.reads) == [3, 5, 6]
-
-
-def test_layer_numbers_of_speculators_are_as_here(write):
-    assert convert_checkpoint(write("speculators", **{IDS: [1, 3, 6]})).fields["feature_layers"] == [1, 3, 6]
-
-
-def test_norm_output_that_means_two_things_is_refused(write, base_folder):
-    folder = write("specforge", norm_output=True)
-    with refused("'...' has norm_output in its config.json, by which SGLang and vLLM feed the normed output back, ..."):
-        convert_checkpoint(folder, base_model=base_folder)
-    for meant in (True, False):
-        report = convert_checkpoint(folder, base_model=base_folder, fields={"norm_output": meant})
-        assert report.fields["norm_output"] is meant
-
-
-def test_a_missing_norm_before_residual_is_refused(write):
-    folder = write("speculators", norm_before_residual="left out")
-    with refused(
-        "'...' does not say norm_before_residual, which speculators takes for false and vLLM for true: say..."
-    ):
-        convert_checkpoint(folder)
-    assert convert_checkpoint(folder, fields={"norm_before_residual": True}).fields["norm_before_residual"] is True
-
-
-def test_other_speculators_are_refused(write):
-    with refused(
-        "'...' holds a speculator of the kind 'xpress'; known are eagle3, peagle, mtp, dflash, dspark, dflash2: give..."
-    ):
+    (tmp_path / "heads").rename(tmp_path / "first")
+    kinds = "eagle3, peagle, mtp, dflash, dspark, dflash2"
+    with refused(f"'...' holds a speculator of the kind 'xpress'; known are {kinds}: give..."):
         convert_checkpoint(write("speculators", speculators_model_type="xpress"))
 
 
@@ -263,13 +253,9 @@ def test_a_lost_or_damaged_d2t_is_refused(write, base_folder, change):
 
 
 def test_features_that_do_not_fit(write, base_folder):
-    def narrow(tensors):
-        tensors["fc.weight"] = tensors["fc.weight"][:, :128].contiguous()
-
-    with refused(
-        "'...' has 'fc.weight' [64, 128], which joins 2 hidden states of width 64, but three are published: ..."
-    ):
-        convert_checkpoint(write(change=narrow), base_model=base_folder)
+    folder = write(change=lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"][:, :128].contiguous()}))
+    with refused("'...' has 'drafter.fc.weight' of shape [64, 128], but its config asks for [64, 192]: ..."):
+        convert_checkpoint(folder, base_model=base_folder)
 
 
 # ---- what a target would run wrongly --------------------------------------------------------------------------------

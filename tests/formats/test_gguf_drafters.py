@@ -15,32 +15,22 @@ NAMES = {
     "fc.weight": "fc.weight",
     "hidden_norm.weight": "enc.output_norm.weight",
     "norm.weight": "output_norm.weight",
-    "layers.{}.input_layernorm.weight": "blk.{}.attn_norm.weight",
-    "layers.{}.hidden_norm.weight": "blk.{}.attn_norm_2.weight",
-    "layers.{}.post_attention_layernorm.weight": "blk.{}.ffn_norm.weight",
-    "layers.{}.self_attn.q_proj.weight": "blk.{}.attn_q.weight",
-    "layers.{}.self_attn.k_proj.weight": "blk.{}.attn_k.weight",
-    "layers.{}.self_attn.v_proj.weight": "blk.{}.attn_v.weight",
-    "layers.{}.self_attn.o_proj.weight": "blk.{}.attn_output.weight",
-    "layers.{}.self_attn.q_norm.weight": "blk.{}.attn_q_norm.weight",
-    "layers.{}.self_attn.k_norm.weight": "blk.{}.attn_k_norm.weight",
-    "layers.{}.mlp.gate_proj.weight": "blk.{}.ffn_gate.weight",
-    "layers.{}.mlp.up_proj.weight": "blk.{}.ffn_up.weight",
-    "layers.{}.mlp.down_proj.weight": "blk.{}.ffn_down.weight",
-    "layers.{}.attention_conv.base_kernel": "blk.{}.attn_conv_base",
-    "layers.{}.attention_conv.kernel_projection.weight": "blk.{}.attn_conv_proj.weight",
-    "layers.{}.mlp_conv.base_kernel": "blk.{}.ffn_conv_base",
-    "layers.{}.mlp_conv.kernel_projection.weight": "blk.{}.ffn_conv_proj.weight",
+    "lm_head.weight": "output.weight",
+    "embed_tokens.weight": "token_embd.weight",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
-    "markov_head.markov_w1.weight": "markov_w1.weight",
-    "markov_head.markov_w2.weight": "markov_w2.weight",
-    "confidence_head.proj.weight": "conf_proj.weight",
-    "confidence_head.proj.bias": "conf_proj.bias",
-    "lm_head.weight": "output.weight",
-    "embed_tokens.weight": "token_embd.weight",
+    **{f"markov_head.markov_w{number}.weight": f"markov_w{number}.weight" for number in (1, 2)},
+    **{f"confidence_head.proj.{kind}": f"conf_proj.{kind}" for kind in ("weight", "bias")},
 }
+OF_A_BLOCK = {"input_layernorm": "attn_norm", "hidden_norm": "attn_norm_2", "post_attention_layernorm": "ffn_norm"}
+OF_A_BLOCK |= {"self_attn.o_proj": "attn_output", **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}}
+OF_A_BLOCK |= {f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"}
+OF_A_BLOCK |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+OF_A_BLOCK |= {"attention_conv.kernel_projection": "attn_conv_proj", "mlp_conv.kernel_projection": "ffn_conv_proj"}
+NAMES |= {f"layers.{{}}.{name}.weight": f"blk.{{}}.{part}.weight" for name, part in OF_A_BLOCK.items()}
+for conv, part in (("attention_conv", "attn_conv"), ("mlp_conv", "ffn_conv")):
+    NAMES[f"layers.{{}}.{conv}.base_kernel"] = f"blk.{{}}.{part}_base"
 
 
 def named(key: str) -> str:

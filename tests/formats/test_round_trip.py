@@ -23,76 +23,57 @@ from tests.families import DSPARK_VARIANTS, Family
 
 EAGLE_LAYER = {"layer_config": tiny_base("llama-gqa").config}
 EAGLE3 = {"draft_vocab_size": 50}
-NARROW = LlamaConfig(
-    hidden_size=24, intermediate_size=40, num_attention_heads=3, num_key_value_heads=1, head_dim=8, num_hidden_layers=1
-)
+SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 8}
+NARROW = LlamaConfig(**SIZES, num_hidden_layers=1)
 SIZES_OF_A_LAYER = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES_OF_A_LAYER |= {"head_dim": 8, "num_hidden_layers": 2}
-SLIDES = ["sliding_attention", "full_attention"]
+SLIDES = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 BLOCK = {"num_layers": 2, "num_draft_heads": 5, "mask_token_id": 7}
 DSPARK = BLOCK | {"markov_rank": 6, "confidence_head": True, "sample_from_anchor": True}
-DFLASH2 = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 9}
+DFLASH2 = BLOCK | {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 9}
 SCALED = {"input_embedding_scale": 1.7, "output_multiplier": 0.4, "final_logit_softcapping": 3.0}
-SLIDING = {
-    "layer_config": Qwen3Config(**SIZES_OF_A_LAYER, use_sliding_window=True, sliding_window=4, layer_types=SLIDES)
-}
-ENGINES = ("sglang", "vllm", "speculators")
+SLIDING = SCALED | {"layer_config": Qwen3Config(**SIZES_OF_A_LAYER, **SLIDES)}
+RNN = {"markov_head_type": "rnn", "confidence_with_markov": False}
+MEDUSA, HYDRA, EAGLE, HEAD = MedusaForCausalLM, HydraForCausalLM, EagleForCausalLM, Eagle3ForCausalLM
 # Heads of every form that a layout can hold, and the targets that can hold it.
-FORMS = [
-    (Family("medusa", MedusaForCausalLM), ("medusa", "tgi", "vllm")),
-    (Family("medusa of 5 heads", MedusaForCausalLM, {"num_draft_heads": 5}), ("medusa", "tgi", "vllm")),
-    (Family("medusa with a shared lm_head", MedusaForCausalLM, {"share_lm_head": True}), ("medusa", "tgi", "vllm")),
-    (Family("medusa of 3 blocks", MedusaForCausalLM, {"num_layers": 3}), ("tgi", "vllm")),
-    (Family("hydra", HydraForCausalLM), ("hydra",)),
-    (Family("hydra of 2 blocks", HydraForCausalLM, {"num_layers": 2}), ("hydra",)),
-    (Family("hydra, tied", HydraForCausalLM, {"num_layers": 3, "tie_blocks": True}), ("hydra",)),
-    (
-        Family("hydra++", HydraForCausalLM, {"num_layers": 4, "tie_blocks": True, "prefix_layer": True}),
-        ("hydra",),
-    ),
-    (Family("eagle", EagleForCausalLM, EAGLE_LAYER), ("eagle", "vllm", "sglang")),
-    (Family("eagle with a bias", EagleForCausalLM, EAGLE_LAYER | {"fc_bias": True}), ("eagle", "sglang")),
-    (Family("eagle3", Eagle3ForCausalLM, EAGLE3), ("eagle3", *ENGINES)),
-    (Family("eagle3 over all tokens", Eagle3ForCausalLM), ("eagle3", *ENGINES)),
-    (
-        Family("eagle3 with embeddings", Eagle3ForCausalLM, EAGLE3 | {"own_embeddings": True}),
-        ("eagle3", "vllm", "speculators"),
-    ),
-    (
-        Family("eagle3 of another width", Eagle3ForCausalLM, {"own_embeddings": True, "layer_config": NARROW}),
-        ("eagle3", "sglang", "vllm"),
-    ),
-    (
-        Family("eagle3, normed residual", Eagle3ForCausalLM, EAGLE3 | {"norm_before_residual": True}),
-        ("vllm", "speculators"),
-    ),
-    (Family("eagle3, normed features", Eagle3ForCausalLM, EAGLE3 | {"norm_before_fc": True}), ENGINES),
-    (Family("eagle3, norms apart", Eagle3ForCausalLM, EAGLE3 | {"fc_norm": True, "norm_output": True}), ENGINES),
-    (Family("eagle3 of other layers", Eagle3ForCausalLM, EAGLE3 | {"feature_layers": [3, 4, 6]}), ENGINES),
-    (
-        Family("eagle3 of five layers", Eagle3ForCausalLM, EAGLE3 | {"feature_layers": [1, 2, 3, 4, 5]}),
-        ("vllm", "speculators"),
-    ),
-    (Family("eagle3, two deep", Eagle3ForCausalLM, EAGLE3 | {"num_layers": 2}), ("vllm", "speculators")),
-    (
-        Family("eagle3, qwen3 layer", Eagle3ForCausalLM, EAGLE3 | {"layer_config": tiny_base("qwen3").config}),
-        ("speculators",),
-    ),
-    (Family("peagle", PEagleForCausalLM, EAGLE3 | {"own_embeddings": True, "num_layers": 2}), ("speculators",)),
-    (Family("dflash", DFlashForCausalLM, BLOCK), ("sglang", "speculators")),
-    (Family("dflash of DeepSpec", DFlashForCausalLM, BLOCK | {"sample_from_anchor": True}), ("sglang", "speculators")),
-    (Family("dflash, reduced", DFlashForCausalLM, BLOCK | EAGLE3 | {"share_lm_head": False}), ("speculators",)),
-    (Family("dspark", DFlashForCausalLM, DSPARK), ("sglang", "speculators")),
-    (Family("dspark, gated", DFlashForCausalLM, DSPARK | {"markov_head_type": "gated"}), ("sglang", "speculators")),
-    (
-        Family("dspark, rnn", DFlashForCausalLM, DSPARK | {"markov_head_type": "rnn", "confidence_with_markov": False}),
-        ("sglang", "speculators"),
-    ),
-    (Family("dflash2", DFlash2ForCausalLM, BLOCK | DFLASH2), ("sglang", "speculators")),
-    (Family("dflash2, sliding", DFlash2ForCausalLM, BLOCK | DFLASH2 | SLIDING | SCALED), ("sglang",)),
-    (Family("dspark, sliding", DFlashForCausalLM, DSPARK_VARIANTS | {"markov_head_type": "gated"}), ("speculators",)),
+FORMS = {
+    "medusa": (MEDUSA, {}, "medusa tgi vllm"),
+    "medusa of 5 heads": (MEDUSA, {"num_draft_heads": 5}, "medusa tgi vllm"),
+    "medusa with a shared lm_head": (MEDUSA, {"share_lm_head": True}, "medusa tgi vllm"),
+    "medusa of 3 blocks": (MEDUSA, {"num_layers": 3}, "tgi vllm"),
+    "hydra": (HYDRA, {}, "hydra"),
+    "hydra of 2 blocks": (HYDRA, {"num_layers": 2}, "hydra"),
+    "hydra, tied": (HYDRA, {"num_layers": 3, "tie_blocks": True}, "hydra"),
+    "hydra++": (HYDRA, {"num_layers": 4, "tie_blocks": True, "prefix_layer": True}, "hydra"),
+    "eagle": (EAGLE, EAGLE_LAYER, "eagle vllm sglang"),
+    "eagle with a bias": (EAGLE, EAGLE_LAYER | {"fc_bias": True}, "eagle sglang"),
+    "eagle3": (HEAD, EAGLE3, "eagle3 sglang vllm speculators"),
+    "eagle3 over all tokens": (HEAD, {}, "eagle3 sglang vllm speculators"),
+    "eagle3 with embeddings": (HEAD, EAGLE3 | {"own_embeddings": True}, "eagle3 vllm speculators"),
+    "eagle3 of another width": (HEAD, {"own_embeddings": True, "layer_config": NARROW}, "eagle3 sglang vllm"),
+    "eagle3, normed residual": (HEAD, EAGLE3 | {"norm_before_residual": True}, "vllm speculators"),
+    "eagle3, normed features": (HEAD, EAGLE3 | {"norm_before_fc": True}, "sglang vllm speculators"),
+    "eagle3, norms apart": (HEAD, EAGLE3 | {"fc_norm": True, "norm_output": True}, "sglang vllm speculators"),
+    "eagle3 of other layers": (HEAD, EAGLE3 | {"feature_layers": [3, 4, 6]}, "sglang vllm speculators"),
+    "eagle3 of five layers": (HEAD, EAGLE3 | {"feature_layers": [1, 2, 3, 4, 5]}, "vllm speculators"),
+    "eagle3, two deep": (HEAD, EAGLE3 | {"num_layers": 2}, "vllm speculators"),
+    "eagle3, qwen3 layer": (HEAD, EAGLE3 | {"layer_config": tiny_base("qwen3").config}, "speculators"),
+    "peagle": (PEagleForCausalLM, EAGLE3 | {"own_embeddings": True, "num_layers": 2}, "speculators"),
+    "dflash": (DFlashForCausalLM, BLOCK, "sglang speculators"),
+    "dflash of DeepSpec": (DFlashForCausalLM, BLOCK | {"sample_from_anchor": True}, "sglang speculators"),
+    "dflash, reduced": (DFlashForCausalLM, BLOCK | EAGLE3 | {"share_lm_head": False}, "speculators"),
+    "dspark": (DFlashForCausalLM, DSPARK, "sglang speculators"),
+    "dspark, gated": (DFlashForCausalLM, DSPARK | {"markov_head_type": "gated"}, "sglang speculators"),
+    "dspark, rnn": (DFlashForCausalLM, DSPARK | RNN, "sglang speculators"),
+    "dflash2": (DFlash2ForCausalLM, DFLASH2, "sglang speculators"),
+    "dflash2, sliding": (DFlash2ForCausalLM, DFLASH2 | SLIDING, "sglang"),
+    "dspark, sliding": (DFlashForCausalLM, DSPARK_VARIANTS | {"markov_head_type": "gated"}, "speculators"),
+}
+CASES = [
+    pytest.param(Family(name, kind, fields), to, id=f"{name} as {to}")
+    for name, (kind, fields, targets) in FORMS.items()
+    for to in targets.split()
 ]
-CASES = [pytest.param(form, to, id=f"{form.name} as {to}") for form, formats in FORMS for to in formats]
 
 
 @pytest.fixture
@@ -156,8 +137,8 @@ def test_exported_heads_draft_what_they_drafted(form, to, base, tmp_path):
 
 def test_every_target_is_in_the_law():
     others = {"base", "transformers"}  # see test_mtp and test_gemma4_assistant
-    assert {to for _, formats in FORMS for to in formats} | others == set(targets())
-    families = {form.model_class for form, _ in FORMS}
+    assert {to for _, _, formats in FORMS.values() for to in formats.split()} | others == set(targets())
+    families = {kind for kind, _, _ in FORMS.values()}
     assert families == {layout.family for layout in LAYOUTS} - {MtpForCausalLM, GemmaAssistantForCausalLM}
 
 
