@@ -169,7 +169,7 @@ DAMAGED = [
     (
         MEDUSA,
         put(**{"1__1__weight": torch.zeros(128, 32)}),
-        "has 'drafter....up.1.weight' of shape [128, 32]...",
+        "has 'drafter....up.1.weight' ... [128, 32], ...",
     ),
     (
         MEDUSA,

@@ -82,7 +82,7 @@ REFUSED = {
     ),
     "fewer layers": (
         {OWN: {**READ, "target_layer_ids": [0, 1]}},
-        "'drafter.fc.weight' of shape .64, 192., but its config asks",
+        "'drafter.fc.weight' .* .64, 192., but its config asks",
     ),
     "a scale that is none": ({"output_multiplier": -0.5}, "output_multiplier is -0.5: expected a number above 0"),
     "a mask token beyond the base": (
