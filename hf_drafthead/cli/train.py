@@ -1,6 +1,7 @@
 """`hf-drafthead distill`, `vocabulary` and `train`: the base's own text, and what is learned from it."""
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +69,10 @@ def run_distill(
     options |= {"prompt_tokens": prompt_tokens, "turns": turns, "greedy": greedy, "question_tokens": question_tokens}
     options["seed"] = seed
     if endpoint is None and synthesize is not None:
-        room.check_it_can_write(str(model), template)
+        with suppress(OSError):  # heads without a tokenizer of their own are asked when they are loaded
+            tokenizer = room.tokenizer_of(str(model))
+            tokenizer.chat_template = template or tokenizer.chat_template
+            room.kind_of_text(tokenizer)
     if endpoint is None:
         answers, tokenizer = room.load_model(str(model), state.device)
         tokenizer.chat_template = common.with_values(template or tokenizer.chat_template, chat_template_kwargs)

@@ -219,9 +219,13 @@ class Asked:
         """The two generations, ready to run; a TypeError or ValueError of what does not fit."""
         settings = {"max_new_tokens": self.max_new_tokens, **sampling(self.temperature)}
         settings = as_tokens(model, settings, tokenizer)
-        inputs, drafting = self._encoded(model, tokenizer), self._drafting(model)
+        if not self.written.strip():
+            raise ValueError("the prompt is empty: write the text that the model shall continue.")
+        text = chat_text(tokenizer, self.conversation) if self.chat else self.written
+        inputs = encode(model, tokenizer, [text], special_tokens=not self.chat)
+        check_room(model, inputs["input_ids"].shape[1], self.max_new_tokens)
         how: dict[str, Any] = {"copies": self.copies, "seed": self.seed, "with_base": self.with_base}
-        return SideBySide(model, inputs, settings, drafting, **how)
+        return SideBySide(model, inputs, settings, self._drafting(model), **how)
 
     def _drafting(self, model: Any) -> DraftSettings:
         """How the heads draft: as asked, else as their generation config says."""
@@ -232,11 +236,3 @@ class Asked:
             return settings
         plan = settings.plan(model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
         return replace(settings, draft_tree=plan.tree)
-
-    def _encoded(self, model: Any, tokenizer: Any) -> dict[str, torch.Tensor]:
-        if not self.written.strip():
-            raise ValueError("the prompt is empty: write the text that the model shall continue.")
-        text = chat_text(tokenizer, self.conversation) if self.chat else self.written
-        inputs = encode(model, tokenizer, [text], special_tokens=not self.chat)
-        check_room(model, inputs["input_ids"].shape[1], self.max_new_tokens)
-        return inputs

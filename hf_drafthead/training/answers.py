@@ -24,15 +24,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, StopStringCriteri
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import beginning_of, same_words, why_no_question
+from hf_drafthead.training import templates
 from hf_drafthead.training.collect import DistillReport
-from hf_drafthead.training.templates import (
-    THOUGHTS_LEFT_OUT,
-    TOOLS,
-    ChatEncoder,
-    frame,
-    refuse_unknown,
-    without_post_processor,
-)
+from hf_drafthead.training.templates import ChatEncoder, frame
 from hf_drafthead.trees.rank_paths import PAD, left_padded
 
 EMPTY = "the answer is empty"
@@ -159,7 +153,7 @@ class Writer:
     def __init__(self, tokenizer: Any, sampling: Sampling) -> None:
         self.tokenizer, self.sampling = tokenizer, sampling
         self.report, self.asked, self.in_vain = DistillReport(), set[int](), 0
-        self.bare = None if tokenizer is None else without_post_processor(tokenizer)
+        self.bare = None if tokenizer is None else templates.without_post_processor(tokenizer)
         self.chats: ChatEncoder | None = None
         self.question_end, self.ends_with_token = "", False
         if sampling.turns is not None:
@@ -178,8 +172,7 @@ class Writer:
                 why = ", which tells where a base would write a question"
             if why:
                 raise ValueError(
-                    f"{lacking}{why}: give the one it was trained with (--chat-template FILE, "
-                    "tokenizer.chat_template), or data (--data)."
+                    f"{lacking}{why}: give the one it was trained with ({templates.GIVE_IT}), or data (--data)."
                 )
             return
         try:
@@ -310,7 +303,7 @@ class Writer:
             fitted = self.chats.fit(Chat([task.messages[-1], turn], tools=task.tools))
         except Refused as reason:
             return str(reason)
-        return HIDDEN_THOUGHTS if THOUGHTS_LEFT_OUT in fitted.mapped else None
+        return HIDDEN_THOUGHTS if templates.THOUGHTS_LEFT_OUT in fitted.mapped else None
 
 
 def _questions(row: Mapping[str, Any]) -> Chat:
@@ -337,7 +330,7 @@ class Answerer(Writer):
         if self.chats is not None:
             ends.append(self.chats.end_of_turn)
             with suppress(ValueError):  # told at the first chat with tools
-                ends.append(self.chats.of(TOOLS).end_of_turn)
+                ends.append(self.chats.of(templates.TOOLS).end_of_turn)
         for end in ends:
             self._ends |= set(self._ids(end)[-1:])
         self._control = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
@@ -351,7 +344,7 @@ class Answerer(Writer):
         """As `Writer.begin`; also refuses a prompt that is too long, or that the base cannot embed."""
         task = super().begin(index, row)
         prompt = self._prompt(task)
-        refuse_unknown(self.tokenizer, prompt, self.model.config.get_text_config().vocab_size)
+        templates.refuse_unknown(self.tokenizer, prompt, self.model.config.get_text_config().vocab_size)
         if self._room(task, prompt) < 1:
             most = self.sampling.max_length
             raise Refused(f"its prompt of {len(prompt)} tokens leaves no room for an answer in {most}")

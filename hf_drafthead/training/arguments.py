@@ -34,34 +34,24 @@ QUICK: dict[str, Any] = {
     "num_train_epochs": 3,
 }
 # What the Trainer of heads cannot honour, by the reason; another value than transformers' own is refused.
-_PREDICTIONS = "evaluations keep no predictions, they count how often each head is right"
-_OF_SCRIPTS = "it is for the example scripts of transformers"
-_PUBLISHING = "the heads are published when they are ready, with `hf-drafthead push` or model.push_to_hub"
+_OF_PREDICTIONS: tuple[str, ...] = ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object")
+_OF_PREDICTIONS += ("eval_accumulation_steps", "include_for_metrics", "batch_eval_metrics")
+_OF_PUBLISHING = ("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push")
+_PUBLISH = "the heads are published when they are ready, with `hf-drafthead push` or model.push_to_hub"
+_ROWS = ("label_names", "remove_unused_columns", "length_column_name")
 WITHOUT_EFFECT: dict[str, str] = {
     "label_smoothing_factor": "the heads' own objectives take its place",
     "average_tokens_across_devices": "the loss is always the mean over the labels of all processes",
-    "use_liger_kernel": "its kernels are for the loss of a base",
-    "liger_kernel_config": "its kernels are for the loss of a base",
+    **dict.fromkeys(("use_liger_kernel", "liger_kernel_config"), "its kernels are for the loss of a base"),
     "use_cache": "training reads whole texts",
-    "bf16_full_eval": "evaluations use the type of the training",
-    "fp16_full_eval": "evaluations use the type of the training",
-    "prediction_loss_only": _PREDICTIONS,
-    "eval_do_concat_batches": _PREDICTIONS,
-    "eval_use_gather_object": _PREDICTIONS,
-    "eval_accumulation_steps": _PREDICTIONS,
-    "include_for_metrics": _PREDICTIONS,
-    "batch_eval_metrics": _PREDICTIONS,
-    "label_names": "labels are called `labels`",
-    "remove_unused_columns": "of a row, `input_ids` and `labels` are read",
-    "length_column_name": "of a row, `input_ids` and `labels` are read",
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "evaluations use the type of the training"),
+    **dict.fromkeys(_OF_PREDICTIONS, "evaluations keep no predictions, they count how often each head is right"),
+    **dict.fromkeys(_ROWS, "of a row, `input_ids` and `labels` are read"),
     "parallelism_config": "several GPUs train by data parallelism or FSDP (`accelerate launch`)",
-    "do_train": _OF_SCRIPTS,
-    "do_eval": _OF_SCRIPTS,
-    "do_predict": _OF_SCRIPTS,
+    **dict.fromkeys(("do_train", "do_eval", "do_predict"), "it is for the example scripts of transformers"),
     "local_rank": "`accelerate launch` sets it",
     "resume_from_checkpoint": "resume with --resume (resume=True)",
-    **dict.fromkeys(("push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"), _PUBLISHING),
-    **dict.fromkeys(("hub_always_push", "hub_revision"), _PUBLISHING),
+    **dict.fromkeys((*_OF_PUBLISHING, "hub_revision"), _PUBLISH),
 }
 # those that need another one
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # two names of one thing
@@ -158,14 +148,11 @@ class DraftHeadTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: expected a number above 0.")
-        for name, choices in (
-            ("heads_schedule", SCHEDULES),
-            ("base_objective", ("text", "itself")),
-            ("recipe", (None, "paper", "quick")),
-        ):
+        known: dict[str, tuple] = {"heads_schedule": SCHEDULES, "base_objective": ("text", "itself")}
+        for name, choices in {**known, "recipe": (None, "paper", "quick")}.items():
             if getattr(self, name) not in choices:
-                known = ", ".join(map(repr, filter(None, choices)))
-                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {known}.")
+                expected = ", ".join(map(repr, filter(None, choices)))
+                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {expected}.")
 
     @classmethod
     def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":

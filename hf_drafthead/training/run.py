@@ -28,22 +28,12 @@ from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
-from hf_drafthead.training import examples, record
+from hf_drafthead.training import distill, examples, record
 from hf_drafthead.training.arguments import JOINT, OBJECTIVE_WEIGHTS, QUICK_WIDTH, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress
-from hf_drafthead.training.distill import tokenizer_of
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
-from hf_drafthead.training.own_text import (
-    ASSUMED_LENGTH,
-    FILE,
-    OWN_CHATS,
-    Bar,
-    kind_of_text,
-    rows_to_assume,
-    write_own_text,
-)
 from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora, naming_a_quantized_base
 from hf_drafthead.trees.calibrate import calibrate
 from hf_drafthead.trees.timing import training_advice
@@ -92,7 +82,7 @@ def train_heads(
     dry_run: bool = False,
     load: dict[str, Any] | None = None,
     tell: Tell | None = None,
-    bar: Bar | None = None,
+    bar: distill.Bar | None = None,
     **arguments: Any,
 ) -> Trained:
     """Train draft heads and save them.
@@ -117,7 +107,7 @@ def train_heads(
         load: arguments for loading base or heads (`dtype`, `device_map`, `quantization_config`, ...).
         tell: called with a report on the data, an estimate of what the training will take and remarks on it, before it
             begins, in one process only; by default they are logged.
-        bar: shows how much of the text is written, see `own_text`.
+        bar: shows how much of the text is written, see `write_own_text`.
         arguments: of `DraftHeadTrainingArguments`: how the data is read, and what is different from the recipe.
 
     Raises:
@@ -157,7 +147,7 @@ class _Run:
     settings: DraftHeadTrainingArguments
     arguments: dict[str, Any]
     say: Tell
-    bar: Bar | None
+    bar: distill.Bar | None
     resume: bool
     dry_run: bool
     chats: int | None
@@ -173,7 +163,7 @@ class _Run:
         self.output = Path(settings.output_dir)
         set_seed(settings.seed)
         # what its tokenizer says is asked before anything large is loaded
-        kind = kind_of_text(self._tokenizer()) if self.data is None else None
+        kind = distill.kind_of_text(self._tokenizer()) if self.data is None else None
         self.model, self.tokenizer = self._loaded(), self._tokenizer()
         self.clock = Clock(self.output / "clock.json", settings.hours)
         if self.resume:
@@ -213,7 +203,7 @@ class _Run:
         return Trained(self.model, summary, [*self.trainer.state.log_history])
 
     def _tokenizer(self) -> Any:
-        tokenizer = tokenizer_of(self.base, self.load.get("gguf_file"))
+        tokenizer = distill.tokenizer_of(self.base, self.load.get("gguf_file"))
         tokenizer.chat_template = self.settings.chat_template or tokenizer.chat_template
         return tokenizer
 
@@ -240,16 +230,18 @@ class _Run:
 
     def _own_text(self, kind: str) -> Any:
         """The file of what the base writes, or rows like that where nothing is to be written."""
-        settings, model, file = self.settings, self.model, self.output / FILE
+        settings, model, file = self.settings, self.model, self.output / distill.FILE
         if self.dry_run:
-            count = self.chats or OWN_CHATS
-            self.say(f"the base would write {kind} first: {count:,} rows of {ASSUMED_LENGTH} tokens are assumed")
-            return rows_to_assume(model, count)
+            count = self.chats or distill.OWN_CHATS
+            self.say(
+                f"the base would write {kind} first: {count:,} rows of {distill.ASSUMED_LENGTH} tokens are assumed"
+            )
+            return distill.rows_to_assume(model, count)
         if not self.resume:
             self._place()
             writer: Any = model.base if self.heads is None else model
             training, limits = model.training, (self.chats, settings.hours, settings.max_length)
-            seconds = write_own_text(writer, self.tokenizer, file, *limits, self.say, self.bar)
+            seconds = distill.write_own_text(writer, self.tokenizer, file, *limits, self.say, self.bar)
             model.train(training)
             self.clock.preceded_by(agreed(seconds, settings), settings.process_index == 0)
             set_seed(settings.seed)

@@ -17,6 +17,7 @@ QUESTION, ANSWER, SYSTEM = "QzPxquestionQzPx", "QzPxanswerQzPx", "QzPxsystemQzPx
 PART = "QzPxpart{}QzPx"
 PARAMETERS = {"type": "object", "properties": {}, "required": []}
 TOOLS = [{"type": "function", "function": {"name": "QzPxtoolQzPx", "description": "-", "parameters": PARAMETERS}}]
+GIVE_IT = "--chat-template FILE, tokenizer.chat_template"
 THOUGHTS_LEFT_OUT = "thoughts left out by the chat template"
 TOOLS_LEFT_OUT = "tools left out by the chat template"
 
@@ -50,10 +51,8 @@ def without_post_processor(tokenizer: Any) -> Any:
 def refuse_unknown(tokenizer: Any, ids: list[int], vocab_size: int | None) -> None:
     """Refused where a base cannot embed one of the tokens: they were added to its tokenizer alone."""
     if vocab_size is not None and (most := max(ids, default=0)) >= vocab_size:
-        raise Refused(
-            f"it has the token {tokenizer.convert_ids_to_tokens(most)!r}, number {most} of the tokenizer, but the base "
-            f"embeds {vocab_size}"
-        )
+        token = f"the token {tokenizer.convert_ids_to_tokens(most)!r}, number {most} of the tokenizer"
+        raise Refused(f"it has {token}, but the base embeds {vocab_size}")
 
 
 class ChatEncoder:
@@ -69,17 +68,13 @@ class ChatEncoder:
     def __init__(self, tokenizer: Any, tools: bool = False) -> None:
         self.tokenizer = tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                f"the data holds chats, but the tokenizer of {tokenizer.name_or_path!r} has no chat template: "
-                "give the one the base was trained with (--chat-template FILE, tokenizer.chat_template), or plain text."
-            )
+            what = f"the data holds chats, but the tokenizer of {tokenizer.name_or_path!r} has no chat template"
+            raise ValueError(f"{what}: give the one the base was trained with ({GIVE_IT}), or plain text.")
         self._bare = without_post_processor(tokenizer)
         named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
         if named and not {"default", "tool_use"} & set(named):
-            raise ValueError(
-                f"the tokenizer of {tokenizer.name_or_path!r} has the chat templates {', '.join(sorted(named))}, none "
-                "of which is called default: give one (--chat-template FILE, tokenizer.chat_template)."
-            )
+            what = f"the tokenizer of {tokenizer.name_or_path!r} has the chat templates {', '.join(sorted(named))}"
+            raise ValueError(f"{what}, none of which is called default: give one ({GIVE_IT}).")
         # such a template may show no chat without tools
         self._tools = TOOLS if "tool_use" in named and (tools or "default" not in named) else None
         self._template = tokenizer.get_chat_template(tools=self._tools)
@@ -90,9 +85,8 @@ class ChatEncoder:
         except Refused as error:
             raise ValueError(f"the chat template cannot show a question and an answer: {error}.") from None
         if pair.count(QUESTION) != 1 or pair.count(ANSWER) != 1:
-            raise ValueError(
-                "the chat template does not show the question and the answer of a chat once each: set another."
-            )
+            what = "the question and the answer of a chat once each"
+            raise ValueError(f"the chat template does not show {what}: set another.")
         before, after = pair.split(ANSWER)
         self.trail, special = self._before_special(after)
         self.end_of_turn = self.trail + special

@@ -522,14 +522,10 @@ BESIDE = {
     "system twice": (
         {"messages": [S("B"), U("hi"), A("!")], "system": "B"},
         ["!"],
-        "system\nB<|im_end|>\n<|im_start|>us",
+        "system\nB<|im_end|>\n<|im_start|>",
     ),
     "tools": ({"messages": turns("hi", "Arr!"), "tools": json.dumps([FUNCTION])}, ["Arr!"], '[{"type": "function", '),
-    "tools as objects": (
-        {"messages": turns("hi", "!"), "tools": [AS_OBJECT]},
-        ["!"],
-        '[{"type": "function", "function": {',
-    ),
+    "tools as objects": ({"messages": turns("hi", "!"), "tools": [AS_OBJECT]}, ["!"], '[{"type": "function", "fun'),
     "calls": ({"messages": WITH_TOOLS}, CALLED, "<|im_start|>tool\n2<"),
     "calls as ShareGPT has them": ({"conversations": OF_SHAREGPT}, CALLED, "<|im_start|>tool\n2<"),
     "thoughts of a turn": ({"messages": [U("2+2?"), {**A("4"), "reasoning": "hm"}]}, ["<think>hm</think>4"], ""),
@@ -564,9 +560,7 @@ def test_what_is_not_used_is_named(tmp_path):
     assert listed(told[0][0]) == listed(told[1][0])
     for _, report in told:
         assert report.unused == {"prompt": 1, "id": 1, "tools": 1, "messages.weight": 1, "url": 1}
-        assert report.mapped == dict.fromkeys(
-            (f"{what} left out by the chat template" for what in ("tools", "thoughts")), 1
-        )
+        assert report.mapped == {f"{what} left out by the chat template": 1 for what in ("tools", "thoughts")}
         (refusal,) = report.refusals
         assert refusal.endswith("row 2: the chat template does not show calls of tools and their answers: set another")
         assert str(report).splitlines()[-1].startswith("not used: prompt (1 rows), id (1 rows), tools (1 rows)")

@@ -366,7 +366,7 @@ def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_pat
         forecasts.append(hours_left(trainer))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_drafthead.training.run.write_own_text", written)
+    monkeypatch.setattr(room, "write_own_text", written)
     monkeypatch.setattr("hf_drafthead.training.run.forecast", foretold)
     settings = {"use_cpu": True, "report_to": "none", "answer_tokens": 4, "max_length": 100}
 
