@@ -27,15 +27,8 @@ def convert(
     """Convert heads of another project: Medusa, Hydra, EAGLE or EAGLE-3 in any of their layouts."""
     from hf_drafthead.formats import convert_checkpoint
 
-    done = convert_checkpoint(
-        source,
-        folder,
-        base_model=base,
-        base_revision=base_revision,
-        fields=parse_options(option or []),
-        revision=revision,
-        token=token,
-    )
+    where = {"base_model": base, "base_revision": base_revision, "revision": revision, "token": token}
+    done = convert_checkpoint(source, folder, fields=parse_options(option or []), **where)
     config = ", ".join(f"{name}={value}" for name, value in done.fields.items() if not isinstance(value, dict))
     about = {"layout": done.layout, "family": done.family, "base": done.base or "not named: --base", "config": config}
     rows = [("found", "tensors", "became"), *done.table()]

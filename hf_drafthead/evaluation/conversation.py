@@ -62,16 +62,8 @@ def sample(
     spelling = Spelling(tokenizer)
     pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, depths, strict=False)]
     pieces = [(text, depth) for text, depth in [*pieces, (spelling.rest(), 0)] if text]
-    return Sample(
-        model=model.name_or_path,
-        prompt=prompt,
-        text="".join(text for text, _ in pieces),
-        pieces=pieces,
-        new_tokens=len(tokens),
-        steps=int((accepted > 0).sum()),
-        tokens_per_step=tokens_per_step([accepted]),
-        seconds=seconds,
-    )
+    figures = (len(tokens), int((accepted > 0).sum()), tokens_per_step([accepted]), seconds)
+    return Sample(model.name_or_path, prompt, "".join(text for text, _ in pieces), pieces, *figures)
 
 
 class Spelling:

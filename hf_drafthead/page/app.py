@@ -71,16 +71,13 @@ class Page:
         }
 
     def _shown(self, running: SideBySide, before: str) -> dict[str, Any]:
-        heads, base = running.sides[HEADS], running.sides.get(BASE)
-        steps = list(heads.steps)
-        return {
-            "heads_text": drawing.text(self.tokenizer, heads, before),
-            "heads_figures": drawing.figures_row(heads),
-            "base_text": drawing.text(self.tokenizer, base, before) if base else "",
-            "base_figures": drawing.figures_row(base) if base else "",
-            "verdict": verdict(running),
-            **self.show_step(running.tree, steps, len(steps)),
-        }
+        shown = {"verdict": verdict(running)}
+        for name in (HEADS, BASE):
+            side = running.sides.get(name)
+            shown[f"{name}_text"] = drawing.text(self.tokenizer, side, before) if side else ""
+            shown[f"{name}_figures"] = drawing.figures_row(side) if side else ""
+        steps = list(running.sides[HEADS].steps)
+        return {**shown, **self.show_step(running.tree, steps, len(steps))}
 
 
 def verdict(running: SideBySide) -> str:

@@ -22,18 +22,10 @@ UNFIT_IN_A_ROW = 256  # chats without a question, one after the other, after whi
 
 @dataclass
 class DistillReport:
-    """What a run wrote, in one process or, added up, in all of them.
-
-    Attributes:
-        rows: in the data.
-        written, found: by this run, and by earlier ones.
-        refused, refusals: rows that cannot be asked, which are not in the output; the first of these, with the reason.
-        answers, cut, tokens: of the base, in this run; those that reached a limit of length; their tokens.
-        steps, step_tokens: of draft heads, counted for each row that took part; 0 without any.
-        seconds: of the slowest process.
-        unusable: answers that are in no row, by the reason.
-        questions, dropped: that the base wrote itself, in this run; those that were not asked, by the reason.
-        missing: chats that were asked for and are not there, because the base wrote no more questions.
+    """What a run wrote, in one process or, added up, in all of them: rows in the data; those written now and found from
+    earlier runs; those refused, with the first reasons; answers of this run, of which some were cut, and their tokens;
+    `steps`, `step_tokens` of draft heads, counted for each row that took part; seconds of the slowest process; unusable
+    answers by the reason; questions of the base's own, and those dropped; chats that are missing for want of questions.
     """
 
     rows: int = 0

@@ -37,19 +37,10 @@ OTHER_TOKENS = "token ids of another tokenizer ignored"
 
 @dataclass
 class DataReport:
-    """How the rows of a source were used.
-
-    With streaming it counts what has been read, in this process, and counts again in every pass over the data.
-
-    Attributes:
-        rows, kept: read from the source to train on; those with at least one label.
-        held_out: rows that are evaluated on.
-        refused, refusals: rows left out; the first of these, each with its number (from 0) and the reason.
-        mapped: how many rows were changed, by what was done to them; "cut" are chats that were too long and lost their
-            end, "split" texts that were too long and became several examples.
-        unused: in how many rows a column, or a field of a turn, holds something that is not read, by its name.
-        examples, tokens, labels: rows of token ids that came out, tokens in them, and those that count in the loss.
-    """
+    """How the rows of a source were used: read and kept, that is with at least one label; `mapped`: changed, by what
+    was done to them ("cut" are chats that were too long and lost their end, "split" texts that became several
+    examples); `unused`: with a column, or a field of a turn, that is not read, by its name; rows of token ids that came
+    out. With streaming it counts what has been read, in this process, and again in every pass over the data."""
 
     rows: int = 0
     kept: int = 0

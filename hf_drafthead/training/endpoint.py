@@ -35,15 +35,9 @@ class Server:
     """A server that `distill` asks; its key is read from the environment variable OPENAI_API_KEY.
 
     For the model's own chats it must complete raw prompts (`/completions`): questions are what it writes behind the
-    beginning of the base's chat template, answers come from `/chat/completions`.
-
-    Args:
-        url: such as `http://127.0.0.1:8000/v1`; `/v1` is added where it names no path.
-        retries: how often a request that failed is sent again, after a pause that doubles, before the run ends.
-        template_values: variables that the server's chat template reads.
-
-    Raises:
-        OSError: the package `openai` is missing.
+    beginning of the base's chat template, answers come from `/chat/completions`. A request that failed is sent again,
+    after a pause that doubles, so many times before the run ends; `template_values` are variables that the server's
+    chat template reads. An OSError where the package `openai` is missing.
     """
 
     url: str

@@ -36,23 +36,21 @@ class DraftHeadTrainer(Trainer):
 
     Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` at positions without a loss, and an
     ``attention_mask`` (B, T) if rows are padded. Every head's loss is the mean over its labels in all batches of a
-    step, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and
-    ``head{i}_top5``, the share of labels that are among a head's best guesses, with ``eval_`` in front where they come
-    from the evaluation rows, and ``eval_tokens_per_step`` where a `ExpectedTokensPerStep` is given.
-
-    The heads have float32 weights during and after training; on a base in half precision they compute in bfloat16.
+    step, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and ``head{i}_top5``,
+    the share of labels that are among a head's best guesses, with ``eval_`` in front where they come from the
+    evaluation rows. The heads have float32 weights during and after training; on a base in half precision they compute
+    in bfloat16.
 
     Args:
-        model: a draft-head model with its base attached. If the base is trained too, its adapters (`add_lora`) are
+        model: a draft-head model with its base attached. Of a base that is trained too, its adapters (`add_lora`) are
             trained if there are any, else all its weights.
         args: training arguments, with the weights of the objectives.
-        expected_tokens_per_step: computes the expected tokens per step at each evaluation.
+        expected_tokens_per_step: computes ``eval_tokens_per_step``, the expected tokens per step.
         clock: if it has a limit, the learning rate follows its schedule over that time, if the steps take longer.
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
-        ValueError: `base_objective` is "itself", but the base has no adapters; `feature_weight` is set for heads of
-            another width than the base; or activation checkpointing for heads without layers.
+        ValueError: arguments that do not fit the heads, or a base that shall learn from itself without adapters.
     """
 
     args: DraftHeadTrainingArguments
