@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hf_drafthead import cli, zoo
+from hf_drafthead import zoo
 from hf_drafthead.cards import write_card
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import parse_settings
@@ -42,13 +42,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(folder, capsys, monkeypatch):
+def run(folder, command, monkeypatch):
     def call(*arguments) -> tuple[int, str, str]:
         words = [str(argument).format(folder=folder) for argument in ("bench", *arguments)]
         monkeypatch.setattr("sys.argv", ["hf-drafthead", *words])
-        with pytest.raises(SystemExit) as end:
-            cli.main(words)
-        return end.value.code, *capsys.readouterr()
+        return command(*words)
 
     return call
 
@@ -174,15 +172,13 @@ def test_questions_are_named_so_that_they_can_be_found(run, folder, tmp_path, mo
     assert figures["questions"] == "prompts.jsonl" and not {"split", "limit"} & set(figures)
 
 
-def test_figures_name_the_heads_that_the_card_looks_for(run, folder, tmp_path):
+def test_figures_name_the_heads_that_the_card_looks_for(command, folder, tmp_path):
     shutil.copytree(folder, tmp_path / "models")
     heads = tmp_path / "models" / "medusa"
-    for name, command in (("evaluation", "bench"), ("evaluation_verify", "verify")):
-        given = "--questions" if command == "bench" else "--prompts"
-        words = [command, heads, given, folder / "prompts.jsonl", "--limit", 1, "--max-new-tokens", 4]
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(word) for word in [*words, "--dtype", "bfloat16", "--json", heads / f"{name}.json"]])
-        assert end.value.code == 0
+    both = {"evaluation": ("bench", heads, "--questions"), "evaluation_verify": ("verify", heads, "--prompts")}
+    for name, words in both.items():
+        words += (folder / "prompts.jsonl", "--limit", 1, "--max-new-tokens", 4, "--dtype", "bfloat16")
+        assert command(*words, "--json", heads / f"{name}.json")[0] == 0
         assert len(json.loads((heads / f"{name}.json").read_text())["heads_hash"]) == 16
     write_card(heads)
     weights = load_file(heads / "model.safetensors")
@@ -239,14 +235,11 @@ def test_bad_input_is_refused_in_one_line(run, arguments, text):
         ("do_sample=often", "true or false."),
     ],
 )
-@pytest.mark.parametrize("command", ["bench", "verify"])
-def test_a_setting_of_another_type_is_refused_before_anything_is_loaded(capsys, command, pair, expected):
-    option = "--questions" if command == "bench" else "--prompts"
-    with pytest.raises(SystemExit) as end:
-        cli.main([command, "./nowhere", option, str(zoo.ASSETS / "prompts.jsonl"), "--set", pair])
-    assert end.value.code == 2
+@pytest.mark.parametrize("words", [("bench", "./nowhere", "--questions"), ("verify", "./nowhere", "--prompts")])
+def test_a_setting_of_another_type_is_refused_before_anything_is_loaded(command, words, pair, expected):
+    code, _, err = command(*words, zoo.ASSETS / "prompts.jsonl", "--set", pair)
     name, _, value = pair.partition("=")
-    assert f"--set {name}={value.replace('true', 'True')}: expected {expected}\n" in capsys.readouterr().err
+    assert code == 2 and f"--set {name}={value.replace('true', 'True')}: expected {expected}\n" in err
 
 
 def test_a_whole_number_will_do_for_a_float():

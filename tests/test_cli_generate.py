@@ -14,7 +14,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM
 
 import hf_drafthead
-from hf_drafthead import cli
 from hf_drafthead.evaluation.conversation import sample
 from hf_drafthead.evaluation.loading import load, load_arguments
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
@@ -45,12 +44,10 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(command, monkeypatch):
     def call(*arguments, given: str | io.StringIO = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(given) if isinstance(given, str) else given)
-        with pytest.raises(SystemExit) as end:
-            cli.main([str(argument) for argument in arguments])
-        return end.value.code, *capsys.readouterr()
+        return command(*arguments)
 
     return call
 
@@ -236,13 +233,13 @@ def test_a_conversation_needs_a_template(folder, run):
     assert code == 2 and "has no chat template: give one with --chat-template FILE, or continue plain text" in err
 
 
-@pytest.mark.parametrize("command", ["bench", "verify"])
-def test_measurements_take_another_base_and_type(folder, run, tmp_path, command):
+@pytest.mark.parametrize("kind", ["bench", "verify"])
+def test_measurements_take_another_base_and_type(folder, run, tmp_path, kind):
     (tmp_path / "one.jsonl").write_text('{"prompt": "ab"}\n')
     file = tmp_path / "figures.json"
-    option = "--questions" if command == "bench" else "--prompts"
+    option = "--questions" if kind == "bench" else "--prompts"
     words = ["--base-model", folder / "base", "--dtype", "float64", "--device", "cpu", "--max-new-tokens", 4]
-    code, _, err = run(command, folder / "medusa", option, tmp_path / "one.jsonl", *words, "--json", file)
+    code, _, err = run(kind, folder / "medusa", option, tmp_path / "one.jsonl", *words, "--json", file)
     assert code == 0, err
     figures = json.loads(file.read_text())
     assert (figures["dtype"], figures["device"], figures["base"]) == ("float64", "cpu", str(folder / "base"))
