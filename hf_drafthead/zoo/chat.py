@@ -5,9 +5,7 @@ Hub, which `HUB_ID` names, but not equal to them. The heads that come with this 
 """
 
 import json
-import os
 import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils.sha import sha_fileobj
 
+from hf_drafthead.modeling.base_model import replacing
 from hf_drafthead.modeling.checkpoint import WEIGHTS
 from hf_drafthead.modeling.files import edit_json, read_json
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer
@@ -70,12 +69,10 @@ def chat_heads(family: str) -> str:
     weights = folder / WEIGHTS
     is_current = weights.is_file() and read_json(folder / "config.json")["base_model_name_or_path"] == base
     if not is_current or _sha256(weights) != _sha256(source / WEIGHTS):
-        with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
-            new = Path(work) / "new"
-            shutil.copytree(source, new)
+        with replacing(folder) as new:
+            shutil.copytree(source, new, dirs_exist_ok=True)
             edit_json(new / "config.json", base_model_name_or_path=base)
             load_tokenizer(base).save_pretrained(new)
-            _replace(folder, new, Path(work))
     return str(folder)
 
 
@@ -95,29 +92,20 @@ def _file() -> Path:
 
 
 def _convert(file: Path) -> None:
-    """Write weights, config and tokenizer of a GGUF file to FOLDER, which is there as a whole or not at all."""
+    """Write weights, config and tokenizer of a GGUF file to FOLDER, and when they are whole the note that says so."""
     from transformers import AutoModelForCausalLM
 
-    FOLDER.parent.mkdir(parents=True, exist_ok=True)
     arguments = gguf_arguments(str(file.parent), {"gguf_file": file.name}, {})
     tokenizer = load_tokenizer(file)
     tokenizer.model_max_length = POSITIONS
     # rounded after they were unpacked, so that no version's way of unpacking changes a bit
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **arguments).to(torch.bfloat16)
     model.config.name_or_path = HUB_ID
-    with tempfile.TemporaryDirectory(dir=FOLDER.parent) as work:
-        new = Path(work) / "new"
+    with replacing(FOLDER) as new:
         model.save_pretrained(new)
         tokenizer.save_pretrained(new)
-        note = {"file": FILE_SHA256, "weights": _sha256(new / WEIGHTS)}
-        (new / NOTE).write_text(json.dumps(note, indent=2) + "\n")
-        _replace(FOLDER, new, Path(work))
-
-
-def _replace(folder: Path, new: Path, work: Path) -> None:
-    if folder.exists():
-        os.replace(folder, work / "old")
-    os.replace(new, folder)
+    note = {"file": FILE_SHA256, "weights": _sha256(FOLDER / WEIGHTS)}
+    (FOLDER / NOTE).write_text(json.dumps(note, indent=2) + "\n")
 
 
 def _sha256(file: Path) -> str:
