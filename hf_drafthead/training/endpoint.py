@@ -126,7 +126,8 @@ class ServerWriter(Writer):
         message, text = _field(choice, "message"), _field(choice, "text")
         if message is None and text is None:
             raise OSError(f"{where} answers with no text ({str(done)[:60]!r}): check --endpoint; {RESUMES}")
-        tokens = _field(_field(done, "usage"), "completion_tokens") or 0
+        tokens = _field(_field(done, "usage"), "completion_tokens")
+        tokens = tokens if isinstance(tokens, int) else 0
         words = _text(text if message is None else _field(message, "content"))
         return message, words, has_ended(_field(choice, "finish_reason"), tokens >= limit), tokens
 

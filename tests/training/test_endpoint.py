@@ -281,6 +281,7 @@ ANSWERS = {
     "stop, at the limit": ({"message": FOUR, "finish_reason": "stop"}, AT_THE_LIMIT, True),
     "no usage": ({"message": FOUR, "finish_reason": "stop"}, None, True),
     "usage without tokens": ({"message": FOUR, "finish_reason": "stop"}, {"completion_tokens": None}, True),
+    "usage in words": ({"message": FOUR, "finish_reason": "stop"}, {"completion_tokens": "two"}, True),
     "no role": ({"message": {"content": "Four."}, "finish_reason": "stop"}, USAGE, True),
     "parts": ({"message": {"content": [FO, UR]}}, None, True),
     "a part alone": ({"message": {"content": {"type": "text", "text": "Four."}}}, None, True),

