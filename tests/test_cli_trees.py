@@ -22,7 +22,7 @@ from tests.checkpoints import save_base, save_heads
 def folder(tmp_path, monkeypatch) -> Path:
     """A base, heads for it and prompts."""
     monkeypatch.setattr(calibrate, "TIMED_TOKENS", 5)
-    monkeypatch.setattr(calibrate, "ROUNDS", (1,))
+    monkeypatch.setattr(calibrate, "PAIRS", 9)
     monkeypatch.setattr(calibrate, "LEAST_POSITIONS", 20)
     save_heads(tmp_path, save_base(tmp_path), "medusa")
     rows = [{"prompt": "def f"}, {"prompt": "a class and more"}, {"prompt": "xy"}, {"prompt": "hijk"}]
@@ -197,7 +197,7 @@ def test_the_published_trees_are_listed_and_drawn(command):
 
 def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, command):
     monkeypatch.setattr(cost_file, "FILE", tmp_path / "costs.json")
-    cost_file.keep("a CPU", {"1 nodes in 0 levels": [2.0, 2.5], "8 nodes in 3 levels": [3.0], "9 nodes": []}, since=1.0)
+    cost_file.keep("a CPU", {"8 nodes in 3 levels": [1.5, 1.2], "9 nodes": []}, since=1.0)
 
     def shown(*options):
         code, out, _ = command("costs", *options)
@@ -206,8 +206,8 @@ def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, comm
 
     lines = shown("--json", tmp_path / "shown.json")
     assert lines[:2] == [str(tmp_path / "costs.json"), "a CPU:"]
-    assert "  8 nodes in 3 levels: 1.50 steps of the base (the median 1.00 times the shortest of 1), 20" in lines[3]
-    assert "  9 nodes: could not be measured, 20" in lines[4]
-    assert json.loads((tmp_path / "shown.json").read_text())["costs"]["a CPU"]["8 nodes in 3 levels"][0] == 3.0
+    assert "  8 nodes in 3 levels: 1.50 steps of the base (half of the times at most 1.20 as long), 20" in lines[2]
+    assert "  9 nodes: not measurable, 20" in lines[3]
+    assert json.loads((tmp_path / "shown.json").read_text())["costs"]["a CPU"]["8 nodes in 3 levels"][0] == 1.5
     assert shown("--clear")[-1] == "removed: costs of 1 kind(s) of calls." and not cost_file.FILE.exists()
     assert shown() == [str(cost_file.FILE)]

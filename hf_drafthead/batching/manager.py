@@ -43,8 +43,8 @@ class Manager:
         generation_config: of requests that say nothing else.
         continuous_batching_config: of transformers; `max_requests_per_batch`, `max_queue_size`, `return_logprobs` and
             `seed` count here, what describes pages and graphs does not.
-        slots: requests at once; default: the config's `max_requests_per_batch`, else up to 32, as memory holds and, on
-            a CPU, as long as a step of twice as many takes at most 1.7 times as long (`trees.rows`).
+        slots: requests at once; default: the config's `max_requests_per_batch`, else 32, on a CPU 8, where each further
+            token of a step costs; fewer where fewer will come.
         max_queue_size: requests that may wait beside them; default: the config's, else any number.
         draft_tree: of all requests, see `generate`.
         lookup_texts: to copy guesses from, in all requests, see `generate`; strings need `tokenizer`.
@@ -98,8 +98,8 @@ class Manager:
         return config_value("num_return_sequences", self.generation_config, self.model.generation_config) or 1
 
     @property
-    def slots(self) -> int | None:
-        """Requests at once, fewer once memory was short; None before it is known how many that are."""
+    def slots(self) -> int:
+        """Requests at once, fewer once memory was short."""
         return self.scheduler.slots
 
     @property

@@ -43,7 +43,7 @@ class Scheduler:
         answers: where texts are put that were answered, to be copied from; None: nowhere.
 
     Attributes:
-        slots: as planned, fewer once memory was short; None before the first batch where nobody has said how many.
+        slots: as planned, fewer once memory was short.
         batch: of those that run; None before the first.
         aside: those that had to leave the batch, and join it again before others.
     """
@@ -57,7 +57,7 @@ class Scheduler:
         answers: TextIndex | None = None,
     ):
         self.model, self.tracker, self.plans, self.answers = model, tracker, plans, answers
-        self.slots, self.longest_pause = plans.slots or None, longest_pause
+        self.slots, self.longest_pause = plans.slots, longest_pause
         self.metrics = Metrics()
         self.batch: Batch | None = None
         self.aside: deque[Member] = deque()
@@ -112,7 +112,6 @@ class Scheduler:
         batch = self.batch
         if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
             self.plans.renew(reader)
-            self.slots = self.slots or self.plans.slots
             self.batch = batch = Batch(
                 self.model, reader, self.plans, self.plans.largest, self.plans.execution, self.slots
             )

@@ -25,20 +25,15 @@ METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the ba
 
 
 def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, license: str | None = None) -> Path:
-    """Write README.md and its pictures into a checkpoint's folder, from the facts in its files.
+    """Write README.md and its pictures into a checkpoint's folder, from the facts in its files; the path of the card.
 
     Sections that a person wrote, and metadata that the facts do not determine, stay as they are. The same facts give
     the same bytes.
 
     Args:
-        folder: of the checkpoint.
-        model: the same, loaded, if it is at hand: it knows the size of its base.
+        model: the same checkpoint, loaded, if it is at hand: it knows the size of its base.
         repo_id: where it will be found; its folder's name by default.
-        license: its id on the Hub, such as `apache-2.0`; by default that of the existing card, or of the training
-            summary.
-
-    Returns:
-        The path of the card.
+        license: its id on the Hub; by default that of the existing card, or of the training summary.
 
     Raises:
         OSError, ValueError: as `read_facts` does, or the existing card's metadata is no YAML, or there is no such
@@ -64,16 +59,11 @@ def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, l
 
 
 def missing(folder: Path) -> list[str]:
-    """What the card in a folder lacks before it may be published, each with what to do; empty if it is complete.
-
-    Raises:
-        OSError, ValueError: as `write_card` does.
-    """
-    folder = Path(folder)
-    path = folder / "README.md"
+    """What the card in a folder lacks before it may be published, each with what to do; raises as `write_card` does."""
+    path = Path(folder) / "README.md"
     if not path.is_file():
         return [f"card: there is no README.md; run `hf-drafthead card {folder}`"]
-    facts, card = read_facts(folder), read_card(path)
+    facts, card = read_facts(Path(folder)), read_card(path)
     lacks = []
     named, in_config = card.data.get("base_model"), facts.config.get("base_model_name_or_path")
     if not named and not facts.config.get("base_included"):
@@ -131,23 +121,15 @@ def eval_results(facts: Facts) -> list[EvalResult]:
     for run in facts.runs:
         dataset = without_folders(str(run.get("dataset") or run.get("questions") or "prompts"))
         shown = Path(dataset).stem if Path(dataset).suffix in (".json", ".jsonl") else dataset
-        for task, part in parts(run).items():
-            for metric, title in METRICS.items():
-                if not is_number(part.get(metric)):
-                    continue
-                results.append(
-                    EvalResult(
-                        task_type=TASK,
-                        task_name="Text Generation",
-                        dataset_type=re.sub(r"[^\w./-]+", "-", dataset),
-                        dataset_name=shown + (f", first {run['limit']}" if run.get("limit") else ""),
-                        dataset_config=str(task),
-                        dataset_split=run.get("split"),
-                        metric_type=metric,
-                        metric_name=f"{title} ({setting(run)})",
-                        metric_value=round(part[metric], 4),
-                    )
-                )
+        of_all: dict[str, Any] = {"task_type": TASK, "task_name": "Text Generation", "dataset_split": run.get("split")}
+        of_all["dataset_type"] = re.sub(r"[^\w./-]+", "-", dataset)
+        of_all["dataset_name"] = shown + (f", first {run['limit']}" if run.get("limit") else "")
+        measured = [(task, part, metric) for task, part in parts(run).items() for metric in METRICS]
+        for task, part, metric in measured:
+            if is_number(part.get(metric)):
+                figure = {"metric_type": metric, "metric_value": round(part[metric], 4)}
+                title = f"{METRICS[metric]} ({setting(run)})"
+                results.append(EvalResult(**of_all, **figure, dataset_config=str(task), metric_name=title))
     return results
 
 
@@ -169,7 +151,8 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     named = data.get("base_model") or (facts.base if included else facts.config.get("base_model_name_or_path"))
     named = named if not isinstance(named, str) or is_hub_id(named, facts.folder) else without_folders(named)
     file = None if included else facts.config.get("base_gguf_file")
-    unnamed = "a base that is included here" if included else "a base that is missing: the config names none"
+    link = "a base that is included here" if included else "a base that is missing: the config names none"
+    link = (f"`{named}`" if named else link) + (f" (its GGUF file `{without_folders(file)}`)" if file else "")
     kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "half": [], "fault": []}
     for run in [*filter(is_exact, facts.runs), *facts.verifications]:
         if isinstance(run.get("identical"), bool):
@@ -186,8 +169,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         repo_id=repo_id,
         rebuilt=REBUILT,
         family_title=family.title,
-        base_link=(f"`{named}`" if named else unnamed)
-        + (f" (its GGUF file `{without_folders(file)}`)" if file else ""),
+        base_link=link,
         base_named=bool(named),
         license=data.get("license"),
         recipe=recipe(facts.training),
@@ -198,19 +180,18 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         half=kinds["half"],
         whole=[run for run in same if run.get("dtype") in FULL_PRECISION],
         nothing_drafted=bool(kinds["same"]),
-        fewer=any(_needs_fewer_passes(run) for run in facts.runs),
+        fewer=any(number(run, "tokens_per_step") > 1 and number(run, "speedup") >= 1 for run in facts.runs),
         drafted=drafted,
-        slow=[run for run in drafted if is_number(run.get("speedup")) and round(run["speedup"], 2) <= 1],
+        slow=[run for run in drafted if 0 < round(number(run, "speedup"), 2) <= 1],
         other_nodes=[] if facts.dynamic_tree else sorted(measured - chosen),  # a dynamic tree has no size of its own
         own_measured=bool(measured & chosen),
         citation=next((text.strip() for text in citations if f"arXiv:{family.paper}" in text), f"arXiv:{family.paper}"),
     )
 
 
-def _needs_fewer_passes(run: dict[str, Any]) -> bool:
-    """Whether a measurement shows that the heads save forward passes, and no time is lost for them."""
-    tokens, speedup = (run[name] if is_number(run.get(name)) else 0.0 for name in ("tokens_per_step", "speedup"))
-    return bool(tokens > 1 and speedup >= 1)
+def number(run: dict[str, Any], name: str) -> float:
+    """A measured number, 0 where there is none."""
+    return float(run[name]) if is_number(run.get(name)) else 0.0
 
 
 def recipe(training: dict[str, Any]) -> dict[str, Any]:

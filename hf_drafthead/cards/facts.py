@@ -57,10 +57,6 @@ class Facts:
 def read_facts(folder: Path, model: Any = None) -> Facts:
     """Read a checkpoint's config, generation config, summaries and the headers of its weights.
 
-    Args:
-        folder: of the checkpoint.
-        model: the same, loaded: it knows the size of its base.
-
     Raises:
         OSError: there is no checkpoint, or a file of it cannot be read.
         ValueError: it is no draft-head checkpoint, or a file holds something else than it should.
@@ -117,8 +113,7 @@ def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: in
     """The different trees of calibration entries; a title names everything that a tree is for."""
     titles: dict[DraftTree, list[str]] = {}
     for entry in entries:
-        tree = tree_of(entry, depth, vocabulary)
-        titles.setdefault(tree, []).append(str(CalibrationKey.of_entry(entry)))
+        titles.setdefault(tree_of(entry, depth, vocabulary), []).append(str(CalibrationKey.of_entry(entry)))
     return {"; ".join(keys): tree for tree, keys in titles.items()}
 
 
@@ -157,11 +152,8 @@ def size_of_heads(name: str) -> dict[str, Any]:
 
 
 def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor of a checkpoint, of a folder or from the Hub, where only the headers are fetched.
-
-    Raises:
-        OSError: there are no weights as safetensors, or they cannot be read.
-    """
+    """Shape and type of every tensor of a checkpoint, of a folder or from the Hub, where only the headers are fetched;
+    OSError: there are no weights as safetensors, or they cannot be read."""
     if not os.path.isdir(name):
         try:
             files = get_safetensors_metadata(name).files_metadata.values()
@@ -175,12 +167,11 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
         except (SafetensorsParsingError, KeyError, TypeError, AttributeError, ValueError) as error:  # damaged
             raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): ask its author.") from error
         return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
-    headers = {}
+    headers: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in checkpoint_files(name, None, {}):
         with open_tensors(file) as tensors:
-            for key in tensors.keys():
-                piece = tensors.get_slice(key)
-                headers[key] = (tuple(piece.get_shape()), str(piece.get_dtype()))
+            slices = {key: tensors.get_slice(key) for key in tensors.keys()}
+            headers |= {key: (tuple(piece.get_shape()), str(piece.get_dtype())) for key, piece in slices.items()}
     return headers
 
 

@@ -1,17 +1,12 @@
 """The pictures of a card: the same facts give the same bytes."""
 
-from __future__ import annotations
-
+import itertools
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from hf_drafthead.generation.tree import DraftTree
-
-if TYPE_CHECKING:  # matplotlib is imported where it draws
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 TITLE = 100  # characters of a line
 INK, PAPER = "#333333", "#ffffff"
@@ -19,7 +14,7 @@ INK, PAPER = "#333333", "#ffffff"
 
 def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
     """Trees by title from left to right, one below the other: a dot per node, labelled with its rank there."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # takes its time
 
     rows = [rows_of_nodes(tree) for tree in trees.values()]
     titles = [textwrap.fill(title, TITLE) for title in trees]  # a wider one would leave its tree no room
@@ -30,17 +25,13 @@ def draw_trees(trees: Mapping[str, DraftTree], path: Path) -> None:
     panels = figure.subplots(len(trees), 1, squeeze=False, height_ratios=sizes)[:, 0]
     for axes, title, tree, places in zip(panels, titles, trees.values(), rows):
         axes.set_title(title, size=8, color=INK, loc="left")
-        _draw_tree(axes, tree, places)
+        axes.axis("off")
+        axes.scatter(tree.depths, [-row for row in places], s=60, color=PAPER, edgecolors=INK, linewidths=0.6, zorder=2)
+        for node, path_of_node in enumerate(tree.paths, start=1):
+            ends = [(tree.depths[end], -places[end]) for end in (tree.parents[node], node)]
+            axes.plot(*zip(*ends), color=INK, lw=0.6, zorder=1)
+            axes.text(*ends[1], str(path_of_node[-1]), size=5, ha="center", va="center", color=INK, zorder=3)
     _save_picture(figure, path)
-
-
-def _draw_tree(axes: Axes, tree: DraftTree, rows: list[float]) -> None:
-    axes.axis("off")
-    axes.scatter(tree.depths, [-row for row in rows], s=60, color=PAPER, edgecolors=INK, linewidths=0.6, zorder=2)
-    for node in range(1, tree.num_nodes):
-        parent, rank = tree.parents[node], str(tree.paths[node - 1][-1])
-        axes.plot([tree.depths[parent], tree.depths[node]], [-rows[parent], -rows[node]], color=INK, lw=0.6, zorder=1)
-        axes.text(tree.depths[node], -rows[node], rank, size=5, ha="center", va="center", color=INK, zorder=3)
 
 
 def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
@@ -54,7 +45,7 @@ def draw_accuracies(accuracies: dict[int, list[float]], path: Path) -> None:
     _save_picture(figure, path)
 
 
-def plot_accuracies(axes: Axes, accuracies: dict[int, list[float]], label: str = "", colour: str = "C0") -> None:
+def plot_accuracies(axes: Any, accuracies: dict[int, list[float]], label: str = "", colour: str = "C0") -> None:
     """By head, how often its best guess is right, and one of the most that were measured (Amphista, arXiv 2406.13170,
     figure 1)."""
     for k, style in zip(sorted({min(accuracies), max(accuracies)}), ("o-", "o--")):
@@ -66,23 +57,16 @@ def plot_accuracies(axes: Axes, accuracies: dict[int, list[float]], label: str =
 
 def rows_of_nodes(tree: DraftTree) -> list[float]:
     """The row of each node: leaves one below the other, every other node in the middle of its children."""
-    rows = [0.0] * tree.num_nodes
-    leaves = 0
+    rows, leaves = [0.0] * tree.num_nodes, itertools.count()
 
-    def place(node: int) -> None:
-        nonlocal leaves
-        children = tree.children(node)
-        for child in children:
-            place(child)
-        if children:
-            rows[node] = (rows[children[0]] + rows[children[-1]]) / 2
-        else:
-            rows[node] = leaves
-            leaves += 1
+    def place(node: int) -> float:
+        children = [place(child) for child in tree.children(node)]
+        rows[node] = (children[0] + children[-1]) / 2 if children else next(leaves)
+        return rows[node]
 
     place(0)
     return rows
 
 
-def _save_picture(figure: Figure, path: Path) -> None:
+def _save_picture(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=150, metadata={"Software": None})  # the version there would change the bytes

@@ -142,14 +142,10 @@ def costs(
     everything = cost_file.stored()
     for situation, steps in everything.items():
         common.say(f"{common.printable(situation)}:")
-        root = steps.get("1 nodes in 0 levels", [0.0])
-        for name, times in steps.items():
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(times[-1]))
-            cost = "could not be measured"
-            if len(times) > 1 < len(root):
-                cost = f"{times[0] / root[0]:.2f} steps of the base (the median {times[1] / times[0]:.2f} times"
-                cost += f" the shortest of {times[2]:.0f})"
-            common.say(f"  {common.printable(name)}: {cost}, {when}")
+        for name, (*cost, when) in steps.items():
+            day = time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
+            words = "{:.2f} steps of the base (half of the times at most {:.2f} as long)" if cost else "not measurable"
+            common.say(f"  {common.printable(name)}: {words.format(*cost)}, {day}")
     common.write_json(json_path, {"file": str(cost_file.FILE), "costs": everything})
     if clear:
         common.say(f"removed: costs of {cost_file.clear()} kind(s) of calls.")

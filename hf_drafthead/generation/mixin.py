@@ -73,8 +73,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             generation_config: as in transformers; `model.generation_config` also holds the four settings below.
             draft_tree: name of a published tree, rank paths or a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
                 "depth": 6, "width": 8}} or a `DynamicTree`, whose shape follows the guesses; "auto", the calibrated
-                tree as long as drafting pays on the text; by default the tree that was calibrated for this call, or for
-                the nearest, else 8 nodes on a CPU, else the generation config's.
+                tree as long as drafting pays on the text; by default the tree that was calibrated for this call, else
+                what costs little on this machine, see docs/trees.md.
             acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
                 tokens), "rejection" (speculative sampling: the base's distribution, not its seed), or "typical"
                 (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so the text is NOT a

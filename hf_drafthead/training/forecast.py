@@ -17,7 +17,7 @@ from hf_drafthead.training.callbacks import duration
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.trainer import DraftHeadTrainer
 
-TIMED_TOKENS = 5300  # that a calibration times, of base and trees, at most
+TIMED_TOKENS = 3000  # of the base, that take as long as what a calibration times of base and trees
 LOOKED_AT = 256  # rows, at most, whose mean length is taken for that of all
 MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32
 

@@ -2,7 +2,7 @@
 
 The worth of (0, 2) is the share of positions where head 1 had the next token first and head 2 the one after third.
 
-Shapes: B rows, N nodes (root included), S positions, K levels.
+Shapes: B rows, S positions, K levels.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_RANK = 64  # ranks from here on are never grown: finding them costs more th
 
 
 class Size(NamedTuple):
-    """Of a tree: N nodes, and levels below the root."""
+    """Of a tree: N nodes, root included, and levels below the root."""
 
     nodes: int
     depth: int
@@ -42,8 +42,12 @@ def grow_tree(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> 
         nodes: N, at least 2, the root included; fewer come back where the text shows no more.
         ranks_below: no path has a rank that is not below this.
     """
+    if nodes < 2:
+        raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
+    ranks = ranks.flatten(0, -2)
+    known = ranks[ranks[:, -1] != UNKNOWN].tolist()
     worth: Counter[RankPath] = Counter()
-    for path, count in Counter(map(tuple, _counted(ranks, nodes).tolist())).items():
+    for path, count in Counter(map(tuple, known)).items():
         for depth in range(1, len(path) + 1):
             worth[path[:depth]] += count
     fitting = (path for path in worth if max(path) < ranks_below)
@@ -66,11 +70,8 @@ class TreeStatistics:
 
     @classmethod
     def of(cls, ranks: Sequence[torch.Tensor], max_nodes: int, ranks_below: int) -> TreeStatistics:
-        """Of texts whose ranks (S, K) are given.
-
-        Every second text is foretold with the tree of the others, and the other way round: a large tree knows the text
-        that it was grown on better than any other.
-        """
+        """Of texts whose ranks (S, K) are given. Every second one is foretold with the tree of the others, and the
+        other way round: a large tree knows the text that it was grown on better than any other."""
         deepest = ranks[0].shape[1]
         texts = torch.cat([*ranks]), torch.cat([*ranks[1::2]]), torch.cat([*ranks[0::2]])
         paths: dict[Size, list[RankPath]] = {ALONE: []}
@@ -92,19 +93,9 @@ class TreeStatistics:
         return statistics.mean(itertools.chain(*self.steps[size]))
 
     def fewer_steps(self, size: Size, rows: int) -> float:
-        """How many times fewer steps than the base's own texts take in batches of B neighbours.
-
-        A batch ends with the row that takes most steps: the mean over all rows would promise too much.
-        """
+        """How many times fewer steps than the base's own texts take in batches of B neighbours, each of which ends with
+        the row that takes most steps."""
         texts, base = self.steps[size], self.steps[ALONE]
         batches = [[(first + row) % len(texts) for row in range(rows)] for first in range(len(texts))]
         steps = sum(max(len(texts[text]) for text in batch) for batch in batches)
         return sum(max(len(base[text]) for text in batch) for batch in batches) / steps
-
-
-def _counted(ranks: torch.Tensor, nodes: int) -> torch.Tensor:
-    """(P, K) of the positions where every level is known."""
-    if nodes < 2:
-        raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
-    ranks = ranks.flatten(0, -2)
-    return ranks[ranks[:, -1] != UNKNOWN]

@@ -3,7 +3,7 @@
 A node is on the accepted path exactly when the next tokens of the text have the ranks that the node is named by. So
 one pass of the heads over a text says for every tree at once which of its nodes each step would accept.
 
-Shapes: P prompt tokens, B rows, T tokens, S positions, K levels, V vocabulary.
+Shapes: P prompt tokens, B rows, T tokens, S positions, K levels, M new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -128,10 +128,7 @@ def rank_paths(
     depth: int | None = None,
     tilt: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """At which rank each level of guesses has the token that really follows.
-
-    The drafter is asked as in a generation: it observes the text position by position, and guesses along the tokens
-    that follow.
+    """At which rank each level of guesses has the token that really follows, asked as in a generation.
 
     Args:
         model: with draft heads, in eval mode.
@@ -139,8 +136,7 @@ def rank_paths(
         prompt_lengths: (B,), or one number for all; positions before a prompt's last are not counted.
         lengths: (B,) tokens of each text, prompt included; default: T.
         depth: K, levels to look at; default: the number of heads, or 5 where there is no such limit.
-        tilt: (B, M, V) for each of M new tokens, where the texts were sampled (`tilt_of_seed`): the ranks are then
-            those of guesses that know the noise.
+        tilt: (B, M, V) where the texts were sampled (`tilt_of_seed`): the ranks of guesses that know the noise.
 
     Returns:
         (B, S, K) ranks from 0, S as many as new tokens in the longest answer less one; -1 behind a row's end.
@@ -191,16 +187,9 @@ def rank_paths(
 
 
 def ranks_by_text(
-    model: Any,
-    prompts: Sequence[torch.Tensor],
-    new_tokens: int,
-    temperature: float = 0.0,
-    **settings: Any,
+    model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, temperature: float = 0.0, **settings: Any
 ) -> list[torch.Tensor]:
-    """(S, K) on the host: the ranks of the base's own answer to each prompt; none where answers are one token long.
-
-    At a temperature the guesses know the noise of the text, as those of `generate` do.
-    """
+    """(S, K) on the host: the ranks of the base's own answer to each prompt; none where answers are one token long."""
     ranks: list[torch.Tensor] = []
     for seed in range(0, len(prompts), TEXTS_AT_ONCE):
         some = prompts[seed : seed + TEXTS_AT_ONCE]

@@ -11,6 +11,12 @@ from typing import Any
 
 import torch
 
+SLOW = 1.2  # times as fast as the base, below which another dtype may be worth a try
+DTYPES = (torch.float32, torch.bfloat16)
+MANY, TEXT, LARGE = 8, 256, 4096  # tokens of a step, and of a text; most rows and columns of the weight that is tried
+DEAR = 1.5  # times as much as one token, or as in float32, from where on another dtype is worth a line
+PRODUCT = 1 << 24  # numbers that are multiplied with a token before the clock is looked at, or the weight's
+
 
 def time_interleaved(
     runs: Mapping[Any, Callable[[], Any]],
@@ -21,16 +27,14 @@ def time_interleaved(
     before: Callable[[], object] = lambda: None,
     after: Callable[[Any], object] = lambda name: None,
 ) -> tuple[dict[Any, Any], dict[Any, list[float]]]:
-    """Call each of `runs` alternately, `repeats` times: what each returned last, and the seconds of every call.
+    """Call each of `runs` in turn, `repeats` times: what each returned last, and the seconds of every call.
 
     Args:
-        repeats: rounds, in each of which every one is called once; each begins with another one.
-        first: which one the first round begins with, modulo how many there are.
         device: whose queued work belongs to a call; the host waits for it before and after.
+        first: which one the first round begins with, modulo how many there are; each round begins with another one.
         before, after: called around each call, outside of its time; `after` with the name.
     """
-    names = [*runs]
-    results: dict[Any, Any] = {}
+    names, results = [*runs], {}
     seconds: dict[Any, list[float]] = {name: [] for name in names}
     for turn in range(first, first + repeats):
         start_at = turn % max(len(names), 1)
@@ -63,18 +67,11 @@ class StepClock:
         return statistics.median(seconds or [0.0]), sum(seconds), len(seconds)
 
 
-SLOW = 1.2  # times as fast as the base, below which another dtype may be worth a try
-DTYPES = (torch.float32, torch.bfloat16)
-MANY, TEXT, LARGE = 8, 256, 4096  # tokens of a step, and of a text; most rows and columns of the weight that is tried
-DEAR = 1.5  # times as much as one token, or as in float32, from where on another dtype is worth a line
-PRODUCT = 1 << 24  # numbers that are multiplied with a token before the clock is looked at, or the weight's
-
-
 def product_seconds(base: Any, tokens: Sequence[int], dtype: torch.dtype | None = None) -> dict[int, float]:
-    """Seconds of a product over so many tokens each on a CPU, the shortest, with a weight as large as a base's."""
+    """Seconds of a product over so many tokens each, the shortest, with a weight as large as a base's, where it is."""
     config = base.config.get_text_config(decoder=True)
     sizes = min(4 * config.hidden_size, LARGE), min(config.hidden_size, LARGE)
-    weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(dtype or base.dtype)
+    weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(base.device, dtype or base.dtype)
     times = min(max(PRODUCT // (weight.numel() * max(tokens)), 1), 20)
 
     def product(rows: torch.Tensor) -> None:
@@ -82,23 +79,23 @@ def product_seconds(base: Any, tokens: Sequence[int], dtype: torch.dtype | None 
             torch.nn.functional.linear(rows, weight)
 
     runs = {count: functools.partial(product, weight.new_ones(count, sizes[1])) for count in tokens}
-    _, seconds = time_interleaved(runs, 5, torch.device("cpu"))
+    _, seconds = time_interleaved(runs, 5, base.device)
     return {count: min(each) / times for count, each in seconds.items()}
 
 
 def dtype_advice(base: Any) -> str | None:
-    """A line about the dtype in which a tree is cheap on this machine, where the base's own is dear; else None."""
+    """A line about the dtype in which a tree is cheap on this CPU, where the base's own is dear; else None."""
     if base.device.type != "cpu" or base.dtype not in DTYPES:
         return None
-    seconds = {dtype: product_seconds(base, (1, MANY), dtype) for dtype in DTYPES}
-    own, other = base.dtype, DTYPES[base.dtype == DTYPES[0]]
-    costs = {dtype: of[MANY] / of[1] for dtype, of in seconds.items()}
-    if costs[own] < DEAR or costs[other] > 0.75 * costs[own]:
+    other = DTYPES[base.dtype == DTYPES[0]]
+    own_cost, cost = (
+        of[MANY] / of[1] for of in (product_seconds(base, (1, MANY), dtype) for dtype in (base.dtype, other))
+    )
+    if own_cost < DEAR or cost > 0.75 * own_cost:
         return None
-    of_base, of_other = (f"{costs[dtype]:.1f} times in {name_of(dtype)}" for dtype in (own, other))
     return (
-        f"a product over {MANY} tokens takes as long here as one over a single token {of_base}, {of_other}: trees pay "
-        f"more with --dtype {name_of(other)}."
+        f"a product over {MANY} tokens takes as long here as one over a single token {own_cost:.1f} times in "
+        f"{name_of(base.dtype)}, {cost:.1f} times in {name_of(other)}: trees pay more with --dtype {name_of(other)}."
     )
 
 

@@ -22,7 +22,7 @@ ROWS = {"verify": 2}  # of the largest call of a command, one in all others
 def short(monkeypatch):
     """Nothing is compiled, and a calibration is short: what is tried here is the calls."""
     monkeypatch.setattr(runner, "compiled", lambda function, config: function)
-    for name, value in (("TIMED_TOKENS", 4), ("WARM_TOKENS", 2), ("FIRST_ROUNDS", 1), ("ROUNDS", (1, 1))):
+    for name, value in (("TIMED_TOKENS", 4), ("PAIRS", 2)):
         monkeypatch.setattr(calibrate, name, value)
     monkeypatch.setattr(calibrate, "LEAST_POSITIONS", 2)
 

@@ -11,7 +11,7 @@ from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, DynamicTree
-from hf_drafthead.trees.choice import SwitchRule
+from hf_drafthead.trees.switch import SwitchRule
 from tests.bases import tiny_base
 from tests.drafters import Drafted, Oracle, at_rank, right
 from tests.families import FAMILIES

@@ -67,7 +67,7 @@ def train(place, output, family="medusa", **arguments):
 
 
 def test_a_tree_is_calibrated_at_the_end_where_it_is_asked_for(place, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, "ROUNDS", (1,))
+    monkeypatch.setattr(calibrate, "PAIRS", 2)
     monkeypatch.setattr(calibrate, "TIMED_TOKENS", 5)
     monkeypatch.setattr(calibrate, "LEAST_POSITIONS", 9)
     trained = train(place, tmp_path / "heads", calibrate_tree=True, answer_tokens=16, answer_temperature=0.7)

@@ -1,26 +1,36 @@
 """Choices of a tree where steps cost what a test says."""
 
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
-from hf_drafthead.trees.choice import Choice
+from hf_drafthead.trees.choice import without_entry
+from hf_drafthead.trees.switch import DraftSwitch, SwitchRule
 from tests.bases import VOCABULARY
 
 
 class Costs:
-    """Every tree costs as much; None: it cannot be measured."""
+    """Every tree costs as much, or what is said of its nodes; None: it cannot be measured."""
 
     def __init__(self, cost):
         self.cost = cost
 
     def __call__(self, trees, doubted=False):
-        return None if self.cost is None else [self.cost] * len(trees)
+        if self.cost is None or isinstance(self.cost, float):
+            return self.cost and [self.cost] * len(trees)
+        return [self.cost[tree.num_nodes] for tree in trees]
 
-    def in_words(self, trees):
+    def in_words(self, tree):
         return ""
+
+    def contradict(self, tree, cost): ...
 
 
 ONE = Costs(1.0)
 
 
 def planned(key, costs=ONE, depth=None, vocabulary=VOCABULARY, **settings) -> DraftPlan:
-    """The plan of a call that names no tree."""
-    return Choice(DraftSettings(**settings), key, (depth, vocabulary), costs).plan()[0]
+    """The plan of a call that names no tree, and for which nothing was calibrated."""
+    return without_entry(DraftSettings(**settings), key, (depth, vocabulary), costs)
+
+
+def switched(*rule) -> DraftSwitch:
+    """The switch of a call."""
+    return SwitchRule(*rule).begin()

@@ -1,12 +1,21 @@
-"""Calibration: trees and the base take turns on the same calls, and the fastest one is kept."""
+"""Calibration: the tree that promises most and the base take turns on the same calls, and what pays is kept."""
 
 import json
 
 import pytest
 import torch
 
+from hf_drafthead.generation import runner
 from hf_drafthead.trees import calibrate as calibrating
-from hf_drafthead.trees.calibrate import Comparison, Timed, calibrate, count_trees, interval_of
+from hf_drafthead.trees.calibrate import (
+    Comparison,
+    Timed,
+    calibrate,
+    costs_of_trees,
+    count_trees,
+    fastest_of,
+    interval_of,
+)
 from hf_drafthead.trees.entries import cpu_name
 from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
 from tests.bases import VOCABULARY, tiny_base
@@ -16,7 +25,7 @@ from tests.trees.test_grow import planted
 PROMPTS = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
 QUICK = {"new_tokens": 24, "max_nodes": 6}
 GREEDY = {"max_new_tokens": 12, "eos_token_id": None, "do_sample": False}
-QUICKLY = {"FIRST_ROUNDS": 1, "ROUNDS": (1,), "PAIRS": 2, "FEW_PAIRS": 1, "TIMED_TOKENS": 6, "HOPELESS": 0.0}
+QUICKLY = {"PAIRS": 2, "FEW_PAIRS": 1, "TIMED_TOKENS": 6}
 
 
 def family(name):
@@ -75,7 +84,7 @@ def test_an_entry_says_for_what_and_how_it_was_measured(calibrated):
 
 
 def test_calls_take_their_entries_also_after_saving_and_while_the_heads_are_the_same(calibrated, tmp_path):
-    assert drafted(calibrated, 1) == {3} and drafted(calibrated, 2) == {4} and drafted(calibrated, 3) == {2}
+    assert drafted(calibrated, 1) == {3} and drafted(calibrated, 2) == {4} and drafted(calibrated, 3) == {5}
     assert drafted(calibrated, 1, draft_tree=[[0]]) == {2} and drafted(calibrated, 1, draft_tree="auto")
     calibrated.save_pretrained(tmp_path)
     loaded = type(calibrated).from_pretrained(tmp_path, base_model=calibrated.base)
@@ -112,48 +121,54 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
         return generate(self, *args, **call)
 
     monkeypatch.setattr(type(model), "generate", noted)
+    monkeypatch.setattr(runner, "compiled", lambda function, config: function)  # which takes long
     (entry,) = calibrate(model, PROMPTS, captured=True, **QUICK)
-    assert entry["execution"] == "compiled" and asked[0] is None and set(asked[1:]) == {"static"}
+    assert entry["execution"] == "compiled" and asked[0] is None and set(asked[1:]) <= {"static"}
     assert [nodes for nodes, *_ in entry["measured"]["candidates"]] == [4, 6]  # each is compiled: few, the deepest
 
 
-def compare(monkeypatch, step, counted=None, rows=1, captured=False, copies=None):
-    """A comparison where a tree's step costs what `step` says of its size, of 0.5 s; and the sizes of each round.
-
-    copies: by tokens copied, the steps of a call and what each costs; by default they are worth nothing.
-    """
-    counted = counted or TreeStatistics.of(planted(), 40, 64)
+def costing(monkeypatch, step):
+    """A step costs what `step` says of its tree's size, as often as it is taken; the sizes that were timed together."""
     asked = []
 
-    def clock(runs, repeats, device, first, after):
-        assert repeats == 1
-        for name in runs:
-            after(name)
-        text = torch.zeros(rows, 20)
-        if -1 in runs:  # of the base, and with the best tree, with copies and without
-            best = comparison._best()
-            cost, fewer = (1.0, 1.0) if best == ALONE else (step(best), counted.fewer_steps(best, rows))
-            timed = {-1: Timed(text, 0.5, 12.0, 24)}
-            for count in runs.keys() - {-1}:
-                times, steps = (copies or {}).get(count, (1.0, 12))
-                timed[count] = Timed(text.clone(), 0.5, cost * times * steps / fewer, 2 * steps / fewer)
-            return timed, {}
-        asked.append([*runs][first % len(runs) :] + [*runs][: first % len(runs)])
-        costs = {size: 0.5 * (1.0 if size == ALONE else step(size)) for size in runs}
-        return {size: Timed(torch.zeros(rows, 20), cost, 19 * cost, 19) for size, cost in costs.items()}, {}
+    def in_turn(model, reader, rows, trees, execution):
+        asked.append([*trees])
+        return {size: [1.0 if size == ALONE else step(size)] * 2 for size in trees}, {}
 
-    monkeypatch.setattr(calibrating, "time_interleaved", clock)
-    calls = [{"input_ids": torch.zeros(rows, 7), "max_new_tokens": 13}] * 3
-    comparison = Comparison(family("medusa"), counted, calls, calls[:2], captured)
-    return comparison, counted, asked
+    monkeypatch.setattr(calibrating, "seconds_in_turn", in_turn)
+    return asked
+
+
+def compared(monkeypatch, best, counted, faster, copies=None, rows=1):
+    """A comparison where calls with the best tree are as many times as fast as the base, and take half as many steps.
+
+    copies: by tokens copied, as many times as fast as without, and as many times fewer steps.
+    """
+
+    def timed(self, call, count):
+        if count < 0:
+            return Timed(torch.zeros(rows, 20), 12.0, 24)
+        gain, fewer = (copies or {}).get(count, (0.5, 1.0))
+        gain, fewer = (gain, fewer) if count else (1.0, 1.0)
+        return Timed(torch.zeros(rows, 20), 12.0 / faster / gain, 24 // (2 if best != ALONE else 1) / fewer)
+
+    monkeypatch.setattr(Comparison, "_timed", timed)
+    comparison = Comparison(family("medusa"), counted, best, False)
+    assert comparison.run([{"input_ids": torch.zeros(rows, 7)}] * 2, 1e9, int, str) is None
+    return comparison.figures(2)
+
+
+COUNTED = TreeStatistics.of(planted(), 40, 64)
 
 
 def test_what_is_printed_is_measured_on_prompts_that_the_tree_was_not_grown_on(monkeypatch):
     model, grown, compared = family("medusa"), [], []
-    counting, comparing = calibrating.ranks_by_text, Comparison._compared
+    counting, timing = calibrating.ranks_by_text, Comparison._timed
     monkeypatch.setattr(calibrating, "ranks_by_text", lambda *given: grown.extend(given[1]) or counting(*given))
     monkeypatch.setattr(
-        Comparison, "_compared", lambda self, call: compared.append(call["input_ids"]) or comparing(self, call)
+        Comparison,
+        "_timed",
+        lambda self, call, *copies: compared.append(call["input_ids"]) or timing(self, call, *copies),
     )
     calibrate(model, PROMPTS, **QUICK)
     held_out = {tuple(prompt.tolist()) for prompt in PROMPTS[2::3]}
@@ -167,43 +182,33 @@ def test_the_interval_is_that_of_texts_and_there_is_none_of_one():
     assert low < 1.0 < 1.5 < high and interval_of([0.0, 0.4, 0.0, 0.4], 4)[1] < high
 
 
-def test_how_much_is_done_is_told_in_small_parts_and_how_long_it_takes_before_most_of_it(monkeypatch):
-    comparison, *_ = compare(monkeypatch, lambda size: 1.0 + size.nodes / 24)
-    shares, estimates = [], []
-    comparison.advance = shares.append
-    comparison.estimate = lambda calls, seconds: estimates.append((comparison.made, calls, seconds))
-    comparison.fastest()
-    ((made, calls, seconds),) = estimates
-    assert made < calls / 4 and comparison.made <= calls and seconds > 0
-    assert shares == sorted(shares) and shares[-1] == 1.0
-    assert all(later - share <= 0.1 for share, later in zip(shares[:-1], shares[1:-1]))
-
-
-def test_an_interruption_keeps_the_fastest_tree_so_far(monkeypatch):
-    model, kept = family("medusa"), []
+def test_an_interruption_keeps_what_is_the_fastest_so_far(monkeypatch):
+    model, kept, notices = family("medusa"), [], []
+    monkeypatch.setattr(calibrating, "PAIRS", 5)
     made, timed = [], Comparison._timed
 
     def interrupted(self, *given):
         made.append(given)
-        if len(made) == 12:
+        if len(made) == 9:
             raise KeyboardInterrupt
         return timed(self, *given)
 
     monkeypatch.setattr(Comparison, "_timed", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(model, PROMPTS, batch_sizes=(1, 2), keep=kept.append, **QUICK)
+        calibrate(model, PROMPTS, batch_sizes=(1, 2), keep=kept.append, notify=notices.append, **QUICK)
     (entry,) = kept
     assert model.generation_config.calibration == kept and entry["batch_size"] == 1
     assert entry["measured"]["stopped"] == "interrupted" and entry["measured"]["candidates"]
-    made.clear()
+    (line,) = notices
+    assert line.startswith("batch size 1: at most ") and "Ctrl-C stores what is the fastest by then" in line
     monkeypatch.setattr(Comparison, "_timed", lambda self, *given: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):  # before any tree was timed there is nothing to keep
+    with pytest.raises(KeyboardInterrupt):  # before anything was compared there is nothing to keep
         calibrate(model, PROMPTS, batch_sizes=(3,), keep=kept.append, **QUICK)
     assert len(kept) == 1
 
 
 def test_no_round_is_begun_after_the_minutes_that_it_may_take(monkeypatch):
-    monkeypatch.setattr(calibrating, "ROUNDS", (50,))
+    monkeypatch.setattr(calibrating, "PAIRS", 50)
     model = family("medusa")
     (entry,) = calibrate(model, PROMPTS, minutes=1e-9, **QUICK)
     measured = entry["measured"]
@@ -214,93 +219,63 @@ def test_no_round_is_begun_after_the_minutes_that_it_may_take(monkeypatch):
 
 
 @pytest.mark.parametrize("level, depth", [(0.0, 3), (0.02, 3), (0.5, 1)], ids=["free", "cheap", "dear"])
-def test_the_fastest_tree_is_kept_and_where_levels_are_dear_a_shallow_one(level, depth, monkeypatch):
-    comparison, counted, _ = compare(monkeypatch, lambda size: 1.0 + size.nodes / 24 + level * (size.depth - 1))
-    entry, figures = comparison.fastest()
-    paths = entry["tree"]
-    best = Size(len(paths) + 1, max(map(len, paths)))
-    assert best.depth == depth and paths == [list(path) for path in counted.paths[best]]
-    cost = 1.0 + best.nodes / 24 + level * (depth - 1)
-    assert figures["step_cost"] == pytest.approx(cost, abs=1e-3)
-    assert figures["speedup"] == pytest.approx(counted.fewer_steps(best, 1) / cost, rel=1e-3)
-    assert figures["tokens_per_step"] == pytest.approx(counted.fewer_steps(best, 1), abs=1e-3)
-    assert figures["base_tokens_per_second"] == 2.0
-    assert figures["speedup"] == pytest.approx(max(faster for *_, faster in figures["candidates"]), abs=1e-3)
-    assert figures["interval"] == pytest.approx([figures["speedup"]] * 2, abs=1e-3)  # every text gains as much
+def test_the_tree_that_promises_most_goes_on_and_where_levels_are_dear_a_shallow_one(level, depth, monkeypatch):
+    def step(size):
+        return 1.0 + size.nodes / 24 + level * (size.depth - 1)
+
+    costing(monkeypatch, step)
+    costs = costs_of_trees(family("medusa"), COUNTED, 1, False)
+    assert costs == {size: step(size) for size in costs}
+    speedups = {size: COUNTED.fewer_steps(size, 1) / cost for size, cost in costs.items()}
+    best = fastest_of(speedups)
+    assert best.depth == depth and speedups[best] == max(speedups.values()) > 1.02
+    assert fastest_of({best: 1.01}) == ALONE  # does not pay
 
 
-def test_the_better_half_goes_on_and_larger_trees_than_pay_are_not_timed(monkeypatch):
-    monkeypatch.setattr(calibrating, "ROUNDS", (2, 4, 8))
-    monkeypatch.setattr(calibrating, "FIRST_ROUNDS", 1)
-    monkeypatch.setattr(calibrating, "HOPELESS", 0.7)
-    comparison, _, asked = compare(monkeypatch, lambda size: 1.0 + size.nodes / 4)
-    comparison.fastest()
-    sizes = [[size for size in names if size != ALONE] for names in asked]
-    first, later = sizes[:-14], sizes[-14:]
-    assert all(ALONE in names for names in asked) and max(size.nodes for size in first[-1]) < 40
-    timed = {size for round in first for size in round}
-    half, quarter, last = len(timed) // 2, len(timed) // 4, 2  # the last two to the end
-    assert [len(round) for round in later] == [half] * 2 + [quarter] * 4 + [last] * 8
-    assert {tuple(names).index(ALONE) for names in asked} != {0}  # another one begins
-    assert len(comparison.costs[max(later[-1])]) == 1 + 2 + 4 + 8
+def test_larger_trees_than_may_pay_are_not_timed(monkeypatch):
+    asked = costing(monkeypatch, lambda size: 1.0 + size.nodes / 4)
+    costs = costs_of_trees(family("medusa"), COUNTED, 1, False)
+    assert all(sizes[0] == ALONE for sizes in asked) and max(costs).nodes < 40
+    nodes = [sizes[1].nodes for sizes in asked]
+    assert nodes == sorted(set(nodes)) and all(
+        {size.nodes for size in sizes[1:]} == {sizes[1].nodes} for sizes in asked
+    )
 
 
-@pytest.mark.parametrize("step, pays", [(1.0, True), (1.8, False), (5.0, False)])
-def test_no_tree_is_kept_where_none_pays(step, pays, monkeypatch):
-    counted = TreeStatistics({ALONE: [], Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
-    comparison, _, _ = compare(monkeypatch, lambda size: step * 1.12, counted)
-    entry, figures = comparison.fastest()
-    assert entry == {"tree": [[0]] if pays else [], "lookup": 0}
-    assert figures["candidates"] == [[2, 1, 2.0, round(2 / step / 1.12, 4)]]
-    if not pays:
+@pytest.mark.parametrize("copies, kept", [
+    ({}, 0), ({4: (1.5, 1.6), 8: (1.6, 1.9)}, 8), ({4: (1.5, 1.6), 8: (1.3, 1.9)}, 4),
+    ({8: (1.01, 1.02)}, 0),  # less than PAYS
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("faster", [1.4, 1.01])
+def test_a_tree_and_copies_are_stored_where_they_pay_on_held_out_prompts(faster, copies, kept, monkeypatch):
+    best = Size(12, 3)
+    entry, figures = compared(monkeypatch, best, COUNTED, faster, copies)
+    gain, fewer = copies.get(kept, (1.0, 1.0))
+    if faster * gain < 1.02:  # then the base decodes
+        assert entry == {"tree": [], "lookup": 0} and figures["interval"] is None
         assert (figures["speedup"], figures["step_cost"], figures["tokens_per_step"]) == (1.0, 1.0, 1.0)
-        assert figures["tokens_per_second"] == figures["base_tokens_per_second"]
-
-
-@pytest.mark.parametrize("other", [Size(12, 3), 4], ids=["tree", "copies"])
-def test_a_text_that_differs_is_told(other, monkeypatch):
-    comparison, _, _ = compare(monkeypatch, lambda size: 1.0)
-    clock = calibrating.time_interleaved
-
-    def other_text(runs, repeats, device, first, **how):
-        outputs, seconds = clock(runs, repeats, device, first, **how)
-        if other in outputs:
-            outputs[other][0].add_(1)
-        return outputs, seconds
-
-    monkeypatch.setattr(calibrating, "time_interleaved", other_text)
-    assert comparison.fastest()[1]["identical"] is False
-
-
-@pytest.mark.parametrize(
-    "copies, kept",
-    [
-        ({}, 0),
-        ({4: (1.0, 6), 8: (1.1, 5)}, 8),
-        ({4: (1.0, 6), 8: (1.3, 5)}, 4),
-        ({4: (1.1, 11), 8: (1.01, 12)}, 0),
-        ({8: (1.0, 11.9)}, 0),  # less than PAYS
-    ],
-)
-def test_copies_are_stored_where_they_pay(copies, kept, monkeypatch):
-    comparison, counted, _ = compare(monkeypatch, lambda size: 1.0 + size.nodes / 200, copies=copies)
-    entry, figures = comparison.fastest()
-    without = Size(len(entry["tree"]) + 1, max(map(len, entry["tree"])))
-    cost, steps = copies.get(kept, (1.0, 12))
-    assert entry["lookup"] == kept and [count for count, *_ in figures["copies"]] == [0, 4, 8]
-    assert figures["tokens_per_step"] == pytest.approx(counted.fewer_steps(without, 1) * 12 / steps, rel=1e-3)
-    assert figures["step_cost"] == pytest.approx((1.0 + without.nodes / 200) * cost, rel=1e-3)
-    assert figures["speedup"] == pytest.approx(comparison.speedup(without) * 12 / steps / cost, rel=1e-3)
+        assert figures["tokens_per_second"] == figures["base_tokens_per_second"] == 2.0
+        return
+    assert entry == {"tree": [list(path) for path in COUNTED.paths[best]], "lookup": kept}
+    assert [count for count, *_ in figures["copies"]] == [0, 4, 8] and figures["identical"] is True
+    assert figures["speedup"] == pytest.approx(faster * gain, rel=1e-3)
+    assert figures["interval"] == pytest.approx([figures["speedup"]] * 2, rel=1e-3)  # every text gains as much
+    assert figures["tokens_per_step"] == pytest.approx(2 * fewer, rel=1e-3)
+    assert figures["step_cost"] == pytest.approx(2 * fewer / faster / gain, rel=1e-3)
 
 
 def test_copies_are_tried_where_no_tree_pays_and_no_more_than_a_tree_has_nodes(monkeypatch):
     counted = TreeStatistics({ALONE: [], Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
-    comparison, _, _ = compare(monkeypatch, lambda size: 9.0, counted, copies={8: (1.2, 6)})
-    entry, figures = comparison.fastest()
-    assert entry == {"tree": [], "lookup": 8}
-    assert (figures["tokens_per_step"], figures["step_cost"]) == (2.0, 1.2) and figures["speedup"] == 1.6667
-    comparison, _, _ = compare(monkeypatch, lambda size: 1.0, counted)
-    assert [count for count, *_ in comparison.fastest()[1]["copies"]] == [0, 1]
+    entry, figures = compared(monkeypatch, ALONE, counted, 1.0, {8: (1.5, 1.6)})
+    assert entry == {"tree": [], "lookup": 8} and (figures["tokens_per_step"], figures["speedup"]) == (1.6, 1.5)
+    assert [count for count, *_ in compared(monkeypatch, Size(2, 1), counted, 1.5)[1]["copies"]] == [0, 1]
+
+
+@pytest.mark.parametrize("other", [0, 4], ids=["tree", "copies"])
+def test_a_text_that_differs_is_told(other, monkeypatch):
+    comparison = Comparison(family("medusa"), COUNTED, Size(12, 3), False)
+    comparison.pairs = [{count: Timed(torch.zeros(1, 9) + (count == other), 1.0, 9) for count in (-1, 0, 4, 8)}]
+    assert comparison.figures(1)[1]["identical"] is False
 
 
 @pytest.mark.parametrize("given, line", [

@@ -1,4 +1,4 @@
-"""The entry of a calibration that fits a call: of this machine and execution, else the nearest as a first choice."""
+"""The entry of a calibration that fits a call, and what is drafted where there is none."""
 
 import pytest
 import torch
@@ -7,12 +7,11 @@ from hf_drafthead.generation import batch, runner
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees import entries
-from hf_drafthead.trees.calibrate import merged
-from hf_drafthead.trees.entries import CalibrationKey, matching, nearest, tree_of
+from hf_drafthead.trees.entries import CalibrationKey, matching, merged
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import prompt
-from tests.trees.choices import planned
+from tests.trees.choices import Costs, planned
 
 KEY = CalibrationKey("CPU A", 2, "float32", 1, "eager", "a")
 GPU = KEY._replace(device="GPU A", threads=None, execution="recorded")
@@ -80,7 +79,7 @@ def test_a_call_copies_what_its_entry_says_and_no_tree_is_needed_for_that(tree, 
     key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
     measured = {"step_cost": 1.1, "tokens_per_step": 2.0}
     for more, counts, nodes in [
-        ({}, set(), {6}),  # an entry of an earlier version
+        ({}, set(), {6}),
         ({"lookup": 0}, set(), {6}),
         ({"lookup": 3}, {3}, {6}),
         ({"lookup": 9}, {5}, {6}),  # as many as the tree has nodes
@@ -108,56 +107,21 @@ def test_what_a_call_or_the_generation_config_says_of_copies_comes_before_the_en
     assert copied == {1}
 
 
-def test_the_nearest_entry_is_a_first_choice():
-    def first(key, *found):
-        chosen = nearest(found, key)
-        return None if chosen is None else found.index(chosen)
-
-    def of(**changed):
-        return entry(KEY._replace(**changed))
-
-    two_rows = KEY._replace(batch_size=2)
-    # the batch size before the execution, the dtype, the device, its threads, and fewer nodes
-    assert first(two_rows, of(), of(batch_size=2, execution="compiled", dtype="bfloat16", device="CPU B")) == 1
-    assert first(two_rows, of(batch_size=8), of()) == 1
-    assert first(KEY, of(execution="compiled"), of(dtype="float16", device="CPU B")) == 1
-    assert first(KEY, of(dtype="float16"), of(device="CPU B", threads=64)) == 1
-    assert first(KEY, of(device="CPU B"), of(threads=64)) == 1
-    assert first(KEY, of(threads=64), of(threads=4), of(threads=16)) == 1
-    assert first(KEY, of(threads=1), entry(KEY, [[0]], threads=3)) == 1
-    # a GPU says nothing of a CPU, other heads nothing of these; in another dtype their hash is another one
-    assert first(KEY, entry(GPU)) is None and first(GPU, of()) is None
-    assert first(KEY, of(heads_hash="b")) is None and first(KEY, of(heads_hash="b", dtype="float16")) == 0
-    # that no tree pays for eight rows says nothing of one
-    assert first(KEY, entry(KEY, [], batch_size=8)) is None
-    assert first(KEY._replace(batch_size=9), entry(KEY, [], batch_size=8)) == 0
-
-
-def test_more_rows_than_were_measured_get_fewer_nodes():
-    nodes = [tree_of(entry(), None, 99, KEY._replace(batch_size=rows)).num_nodes for rows in (1, 2, 3, 8)]
-    assert nodes == [6, 3, 2, 2]
-    assert tree_of(entry(batch_size=8), None, 99, KEY).num_nodes == 6
-
-
-def test_an_entry_of_another_machine_is_used_with_one_notice(model, notices):
+def test_an_entry_of_another_machine_is_none_of_this_one(model, notices):
     key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
-    model.generation_config.calibration = [entry(key, device="some other CPU", threads=64)]
-    assert drafted(model) == drafted(model) == {6}
-    assert len(notices) == 1 and "another CPU (some other CPU) with 64 thread(s)" in notices[0]
+    model.generation_config.calibration = [entry(key, device="some other CPU"), entry(key, threads=64)]
+    assert drafted(model) == drafted(model) == {8}
+    assert len(notices) == 1 and notices[0].startswith(f"These heads were not calibrated for this call ({key})")
     assert "`hf-drafthead calibrate PATH --batch-size 1`" in notices[0]
-    assert drafted(model, 3) == {2} and len(notices) == 1  # for all numbers of rows
+    assert drafted(model, 3) == {5} and len(notices) == 1  # for all numbers of rows
 
 
-def test_entries_of_earlier_versions_are_read(model, notices):
-    heads = entries.drafter_hash(model.drafter)
-    earlier = {"device": "cpu", "dtype": "float64", "batch_size": 1, "captured": False, "heads_hash": heads}
-    assert CalibrationKey.of_entry(earlier) == ("cpu", 0, "float64", 1, "eager", heads)
+def test_entries_of_earlier_versions_are_read():
+    earlier = {"device": "cpu", "dtype": "float64", "batch_size": 1, "captured": False, "heads_hash": "a"}
     assert CalibrationKey.of_entry({**earlier, "captured": True}).execution == "compiled"
     # on a GPU every call that was not compiled was recorded
     gpu = CalibrationKey.of_entry({**earlier, "device": "NVIDIA H100"})
-    assert gpu == ("NVIDIA H100", None, "float64", 1, "recorded", heads)
-    model.generation_config.calibration = [{**earlier, "tree": CHAIN, "measured": {}}]
-    assert drafted(model) == {6} and len(notices) == 1 and "calibrated on another CPU, float64" in notices[0]
+    assert gpu == ("NVIDIA H100", None, "float64", 1, "recorded", "a")
 
 
 @pytest.mark.parametrize("changed, line", [
@@ -203,11 +167,13 @@ def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, m
     assert drafted(model, draft_tree="mc_sim_7b_63") == {published.num_nodes} and notices == []
 
 
-def test_without_entries_a_gpu_drafts_the_published_tree(model):
-    def nodes(**settings):
-        return planned(GPU, None, **settings).tree.num_nodes
-
-    assert nodes() == 64 and nodes(draft_tree="auto") == 8 and nodes(draft_tree=[[0]]) == 2
+@pytest.mark.parametrize("cost, nodes", [
+    ({8: 1.1, 64: 1.3}, 64), ({8: 1.1, 64: 1.5}, 8), ({8: 2.6, 64: 2.8}, 1), (None, 8)
+], ids=str)  # fmt: skip
+def test_without_entries_a_gpu_drafts_the_whole_tree_where_that_costs_little_more(cost, nodes):
+    assert planned(GPU, Costs(cost)).tree.num_nodes == nodes and planned(GPU, Costs(cost)).switch is None
+    assert planned(GPU, Costs(cost), draft_tree="auto").tree.num_nodes == 8
+    assert planned(GPU, None, draft_tree=[[0]]).tree.num_nodes == 2
 
 
 def test_a_stored_tree_is_cut_to_its_first_nodes_whose_parents_are_there():

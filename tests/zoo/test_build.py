@@ -95,7 +95,7 @@ def test_the_zoo_may_be_moved(small, tmp_path):
 def test_trees_are_a_part_that_is_measured_after_the_heads(small, tmp_path, monkeypatch, capsys):
     for room, name, value in (
         (trees, "BATCH_SIZES", (1, 2)), (trees, "MORE_PROMPTS", 6), (trees, "NEW_TOKENS", 12), (trees, "BUNDLED", 0),
-        (calibrate, "LEAST_POSITIONS", 9), (calibrate, "TIMED_TOKENS", 5), (calibrate, "ROUNDS", (1,)),
+        (calibrate, "LEAST_POSITIONS", 9), (calibrate, "TIMED_TOKENS", 5), (calibrate, "PAIRS", 2),
     ):  # fmt: skip
         monkeypatch.setattr(room, name, value)
     run(tmp_path, "medusa-trees", "medusa", "base")  # in the order of the parts, whatever the order of the options
