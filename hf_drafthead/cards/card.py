@@ -197,50 +197,48 @@ def number(run: dict[str, Any], name: str) -> float:
 def recipe(training: dict[str, Any]) -> dict[str, Any]:
     """What the training summary says, in its own order, without what the card shows elsewhere; objects on one line."""
     shown = {"base", "base_revision", "family", "license"}
+
+    def phrase(value: Any) -> str:
+        if isinstance(value, dict):
+            return ", ".join(f"{part} {name}" for name, part in value.items())
+        if isinstance(value, list):
+            return "; ".join(map(str, value))
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
     rows = {}
     for key, value in training.items():
         if key in shown or ACCURACY.fullmatch(key):
             continue
         if isinstance(value, dict):
-            names = [name for name, part in value.items() if not (ACCURACY.fullmatch(name) or part in ([], {}, None))]
-            value = ", ".join(f"{name} {one_phrase(value[name])}" for name in names)
+            told = {name: part for name, part in value.items() if not ACCURACY.fullmatch(name)}
+            value = ", ".join(f"{name} {phrase(part)}" for name, part in told.items() if part not in ([], {}, None))
         rows["expected tokens per step" if key == "tokens_per_step" else key.replace("_", " ")] = value
     return rows
 
 
-def one_phrase(value: Any) -> str:
-    """A value of a training summary as a person would write it: a list with commas, an object name by name."""
-    if isinstance(value, dict):
-        return ", ".join(f"{part} {name}" for name, part in value.items())
-    if isinstance(value, list):
-        return "; ".join(map(str, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def setting(run: dict[str, Any]) -> str:
     """Device, dtype and batch size of a run, and how it chose its tokens, on one line."""
-    parts = [str(run.get(name) or f"{name} not recorded") for name in ("device", "dtype")]
-    size = run.get("batch_size")
-    parts.append("batch size not recorded" if size is None else f"batch size {size}")
-    parts += [choice(run)] if choice(run) else []
-    acceptance = run.get("acceptance") or {}
-    if not is_exact(run):
-        parts.append(f"{acceptance['acceptance']} acceptance")
-        parts += [f"threshold {acceptance['posterior_threshold']}"] if "posterior_threshold" in acceptance else []
-    parts += [f"{copied} copied tokens"] if (copied := acceptance.get("prompt_lookup_num_tokens")) else []
-    if (run.get("processes") or 1) > 1:
-        parts.append(f"{run['processes']} processes")
-    if run.get("complete") is False:
-        parts.append(f"not complete: {run.get('stopped') or 'stopped early'}")
-    return ", ".join(parts)
+    acceptance, size, lossy = run.get("acceptance") or {}, run.get("batch_size"), not is_exact(run)
+    copied, threshold = acceptance.get("prompt_lookup_num_tokens"), acceptance.get("posterior_threshold")
+    parts = [
+        *(str(run.get(name) or f"{name} not recorded") for name in ("device", "dtype")),
+        "batch size not recorded" if size is None else f"batch size {size}",
+        choice(run),
+        lossy and f"{acceptance['acceptance']} acceptance",
+        lossy and threshold is not None and f"threshold {threshold}",
+        copied and f"{copied} copied tokens",
+        (run.get("processes") or 1) > 1 and f"{run['processes']} processes",
+        run.get("complete") is False and f"not complete: {run.get('stopped') or 'stopped early'}",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def choice(run: dict[str, Any]) -> str:
     """How a run chose its tokens; empty if that is not recorded."""
     settings = run.get("settings") or {}
-    if not settings.get("do_sample"):
-        return "greedy" if settings.get("do_sample") is False else ""
-    heat = settings.get("temperature")
+    sampled, heat = settings.get("do_sample"), settings.get("temperature")
+    if not sampled:
+        return "greedy" if sampled is False else ""
     return "sampled, temperature not recorded" if heat is None else f"temperature {heat}"
 
 
@@ -252,8 +250,8 @@ def names(runs: list[dict[str, Any]]) -> str:
 
 def listed(values: Iterable[Any]) -> str:
     """Different values as "a, b and c", in their order."""
-    words = list(dict.fromkeys(str(value) for value in values))
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *words, last = dict.fromkeys(map(str, values))
+    return f"{', '.join(words)} and {last}" if words else last
 
 
 def exactness(run: dict[str, Any]) -> str:

@@ -16,13 +16,7 @@ def write_checkpoint(folder: Path, family: str = "hydra", **config: Any) -> Path
     fields = {
         "model_type": f"drafthead_{family}",
         "architectures": [f"{family.capitalize()}ForCausalLM"],
-        "base_config": {
-            "model_type": "llama",
-            "hidden_size": 8,
-            "num_attention_heads": 2,
-            "vocab_size": 100,
-            "dtype": "float32",
-        },
+        "base_config": {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 100},
         "base_included": False,
         "base_model_name_or_path": "org/base",
         "base_model_revision": "0123456789abcdef0123456789abcdef01234567",
@@ -52,31 +46,15 @@ def put(folder: Path, name: str, found: Any) -> None:
 def run(**figures: Any) -> dict[str, Any]:
     """What `hf-drafthead bench --json` writes of one run."""
     part = {"prompts": 20, "identical": True}
-    return {
-        "model": "heads",
-        "base": "org/base",
-        "family": "hydra",
-        "device": "NVIDIA A100",
-        "dtype": "float16",
-        "batch_size": 1,
-        "prompts": 40,
-        "new_tokens": 3840,
-        "base_forwards": 1500,
-        "tokens_per_step": 2.713,
-        "base_tokens_per_second": 162.0,
-        "tokens_per_second": 240.0,
-        "speedup": 1.4815,
-        "speedup_over_compiled": None,
-        "efficiency": 0.55,
-        "identical": True,
-        "per_category": {
-            "writing": {**part, "tokens_per_step": 2.5, "speedup": 1.3},
-            "math": {**part, "tokens_per_step": None, "speedup": 1.7},
-        },
-        "tree_nodes": 24,
-        "transformers": "5.23.0",
-        "torch": "2.13.0",
-        "questions": "mt_bench.jsonl",
-        "command": "hf-drafthead bench heads --questions mt_bench.jsonl --json evaluation.json",
-        **figures,
+    split = {
+        "writing": {**part, "tokens_per_step": 2.5, "speedup": 1.3},
+        "math": {**part, "tokens_per_step": None, "speedup": 1.7},
     }
+    return {
+        "model": "heads", "base": "org/base", "family": "hydra", "device": "NVIDIA A100", "dtype": "float16",
+        "batch_size": 1, "prompts": 40, "new_tokens": 3840, "base_forwards": 1500, "tokens_per_step": 2.713,
+        "base_tokens_per_second": 162.0, "tokens_per_second": 240.0, "speedup": 1.4815, "speedup_over_compiled": None,
+        "efficiency": 0.55, "identical": True, "per_category": split, "tree_nodes": 24, "transformers": "5.23.0",
+        "torch": "2.13.0", "questions": "mt_bench.jsonl",
+        "command": "hf-drafthead bench heads --questions mt_bench.jsonl --json evaluation.json", **figures,
+    }  # fmt: skip

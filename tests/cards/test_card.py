@@ -72,20 +72,18 @@ def test_every_family_has_a_card_here():
     assert {*FAMILIES, "eagle3.1"} == set(table.FAMILIES)  # of which only the number is cited
 
 
-def test_a_card_counts_what_the_heads_add(heads):
+def test_a_card_counts_what_the_heads_add_and_not_a_base_that_is_included(heads, tmp_path):
+    class Model:
+        base = type("Base", (), {"num_parameters": lambda self: 6400})()
+
     rows = rows_of(card_of(heads))
-    assert rows["parameters added"] == "320"
-    assert rows["draft heads"] == "3"
-    assert rows["`num_layers`"] == "2"
+    assert rows["parameters added"] == "320" and rows["draft heads"] == "3" and rows["`num_layers`"] == "2"
     assert "on disk (BF16)" in rows["memory added"]
     assert not {"`dtype`", "`transformers_version`", "`base_included`"} & set(rows)
-
-
-def test_an_included_base_is_said_and_not_counted(tmp_path):
+    assert rows_of(card_of(heads, model=Model()))["parameters added"] == "320 (5.0 % of the base's 6,400)"
     card = card_of(write_checkpoint(tmp_path / "heads", base_included=True))
     rows = rows_of(card)
-    assert rows["base"] == "`org/base`, included here"
-    assert rows["parameters added"] == "320"
+    assert rows["base"] == "`org/base`, included here" and rows["parameters added"] == "320"
     assert "Base and heads come from this repository." in card.text
 
 
@@ -104,17 +102,6 @@ def test_an_included_base_without_a_name_on_the_hub_shows_no_path(tmp_path, name
     assert rows_of(card)["data"] == "chats.jsonl"
     assert not {"base_model", "base_model_relation"} & set(card.data.to_dict())
     assert missing(folder) == []
-
-
-def test_a_loaded_model_tells_the_size_of_its_base(heads):
-    class Base:
-        def num_parameters(self):
-            return 6400
-
-    class Model:
-        base = Base()
-
-    assert rows_of(card_of(heads, model=Model()))["parameters added"] == "320 (5.0 % of the base's 6,400)"
 
 
 def test_metadata_is_what_the_hub_reads(heads):
@@ -210,13 +197,6 @@ def test_what_was_cut_short_or_shared_out_is_not_shown_as_whole(heads):
     assert "not complete" not in card_of(heads).text
 
 
-def test_one_difference_is_enough(heads):
-    put(heads, "evaluation.json", [run(), run(identical=False), run()])
-    text = card_of(heads).text
-    assert "the output differed from the base's own" in text
-    assert "the output was the base's own, token by token" not in text
-
-
 def exactness_of(folder: Path) -> str:
     return card_of(folder).text.partition("### Exactness")[2].partition("## Training")[0].strip()
 
@@ -224,24 +204,23 @@ def exactness_of(folder: Path) -> str:
 GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_difference_in_full_precision_is_an_alarm_that_names_the_run(heads, dtype):
-    put(heads, "evaluation.json", [run(dtype=dtype, identical=False, settings=GREEDY), run(dtype=dtype, batch_size=8)])
-    assert exactness_of(heads) == (
-        "**The output differed from the base's own, although it should be identical: "
-        f"NVIDIA A100, {dtype}, batch size 1, greedy.**\n\n"
-        f"The same as the base's own, token by token: NVIDIA A100, {dtype}, batch size 8."
-    )
+FAULT = "**The output differed from the base's own, although it should be identical: {}.**"
+ROUNDED = "In half precision the output differed from the base's own (see Limits): {}."
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_difference_in_half_precision_is_told_by_its_run_and_is_no_alarm(heads, dtype):
-    put(heads, "evaluation.json", [run(dtype=dtype, identical=False, settings=SAMPLED), run(dtype="float32")])
-    assert exactness_of(heads) == (
-        "In half precision the output differed from the base's own (see Limits): "
-        f"NVIDIA A100, {dtype}, batch size 1, temperature 0.7.\n\n"
-        "The same as the base's own, token by token: NVIDIA A100, float32, batch size 1."
+@pytest.mark.parametrize(
+    "dtype, words", [("float32", FAULT), ("float64", FAULT), ("float16", ROUNDED), ("bfloat16", ROUNDED)]
+)
+def test_a_difference_is_told_by_its_run_and_an_alarm_in_full_precision_alone(heads, dtype, words):
+    put(
+        heads,
+        "evaluation.json",
+        [run(dtype=dtype, identical=False, settings=SAMPLED), run(dtype="float32", batch_size=8)],
     )
+    differed = words.format(f"NVIDIA A100, {dtype}, batch size 1, temperature 0.7")
+    same = "The same as the base's own, token by token: NVIDIA A100, float32, batch size 8."
+    assert exactness_of(heads) == f"{differed}\n\n{same}"
+    assert "| all | 40 | 2.71 | 1.48 | **no** |" in card_of(heads).text
 
 
 def test_limits_claim_no_more_than_was_found(heads):
@@ -260,11 +239,6 @@ def test_limits_claim_no_more_than_was_found(heads):
     assert "that was not measured here.\n  It differed in bfloat16: see Exactness." in limits()
     put(heads, "evaluation.json", run(identical=True, tokens_per_step=None))
     assert "that was not measured here." in limits()
-
-
-def test_the_temperature_is_the_one_that_was_recorded(heads):
-    put(heads, "evaluation.json", run(settings={"do_sample": True, "temperature": 0.6}))
-    assert "**NVIDIA A100, float16, batch size 1, temperature 0.6**" in card_of(heads).text
 
 
 def test_a_data_set_keeps_its_name_split_and_limit(heads):
@@ -325,19 +299,6 @@ def test_every_run_of_every_file_is_told(heads):
     assert all(one.metric_value < 3 for one in card.data.eval_results)
 
 
-def test_numbers_have_as_many_digits_as_a_person_reads(heads):
-    put(heads, "training_summary.json", {"eval_loss": 2.0123456789012345, "rate": 0.0005, "seconds": 12345.678})
-    rows = rows_of(card_of(heads))
-    assert (rows["eval loss"], rows["rate"], rows["seconds"]) == ("2.012", "0.0005", "12345.7")
-
-
-def test_a_difference_from_the_base_is_told_in_so_many_words(heads):
-    put(heads, "evaluation.json", run(identical=False))
-    text = card_of(heads).text
-    assert "| all | 40 | 2.71 | 1.48 | **no** |" in text
-    assert "the output differed from the base's own (see Limits): NVIDIA A100, float16, batch size 1." in text
-
-
 def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
     typical = {"acceptance": "typical", "posterior_threshold": 0.09}
     put(heads, "evaluation.json", [run(), run(identical=False, acceptance=typical, settings={"do_sample": True})])
@@ -346,6 +307,8 @@ def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
     assert ", threshold 0.09**" in text
     assert "the output was the base's own, token by token" in text
     assert "| all | 40 | 2.71 | 1.48 | yes |" in text and "| all | 40 | 2.71 | 1.48 | not asked for |" in text
+    put(heads, "generation_config.json", {"draft_tree": TREE, "acceptance": "typical"})
+    assert 'These heads are set to `acceptance="typical"`, which is lossy' in card_of(heads).text
 
 
 NAMED = "`hf-drafthead verify`, cpu, bfloat16, batch size 4"
@@ -387,11 +350,6 @@ def test_a_run_in_which_rounding_decided_near_ties_says_how_many_and_by_how_litt
     put(heads, "evaluation.json", run(identical=False, differences={**counts, "faults": 1}))
     text = card_of(heads).text
     assert "| all | 40 | 2.71 | 1.48 | **no** |" in text and "**The output differed from the base's own," in text
-
-
-def test_heads_that_are_set_to_be_lossy_are_told_apart(heads):
-    put(heads, "generation_config.json", {"draft_tree": TREE, "acceptance": "typical"})
-    assert 'These heads are set to `acceptance="typical"`, which is lossy' in card_of(heads).text
 
 
 def test_missing_facts_are_shown_as_missing(tmp_path):
@@ -437,31 +395,21 @@ def test_accuracies_of_the_training_are_a_table_and_a_picture(heads, place):
     assert (heads / "head_accuracies.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_measured_accuracies_come_before_those_of_the_training(heads):
-    put(heads, "training_summary.json", {"head0_top1": 0.25})
-    put(heads, "evaluation.json", run(head0_top1=0.5, head1_top1=0.75))
-    assert "| top 1 | 50.0 % | 75.0 % |" in card_of(heads).text
-
-
 def test_accuracies_are_of_the_plainest_run_and_say_which(heads):
-    kinds = [
-        (SAMPLED, "bfloat16", "Measured over 40 prompts of `mt_bench.jsonl`: bfloat16, temperature 0.7."),
-        (GREEDY, "float16", "Measured over 40 prompts of `mt_bench.jsonl`: float16, greedy."),
-        (GREEDY, "float32", "Measured over 40 prompts of `mt_bench.jsonl`: float32, greedy."),
-    ]
-    rows = []
-    for place, (settings, dtype, sentence) in enumerate(kinds, 1):
-        rows.append(run(settings=settings, dtype=dtype, head0_top1=0.25 * place))
-        put(heads, "evaluation.json", rows)
-        text = card_of(heads).text
-        assert f"| top 1 | {25 * place}.0 % |" in text
-        assert sentence in text
-
-
-def test_accuracies_of_the_training_are_called_so(heads):
     put(heads, "training_summary.json", {"head0_top1": 0.25})
     put(heads, "evaluation.json", run())
     assert "after the base's own. As the training reported.\n" in card_of(heads).text
+    rows = []
+    for share, settings, dtype, how in (
+        (50, SAMPLED, "bfloat16", "temperature 0.7"),
+        (60, GREEDY, "float16", "greedy"),
+        (75, GREEDY, "float32", "greedy"),
+    ):
+        rows.append(run(settings=settings, dtype=dtype, head0_top1=share / 100, head1_top1=0.5))
+        put(heads, "evaluation.json", rows)
+        text = card_of(heads).text
+        assert f"| top 1 | {share}.0 % | 50.0 % |" in text
+        assert f"Measured over 40 prompts of `mt_bench.jsonl`: {dtype}, {how}." in text
 
 
 def test_the_intro_claims_no_more_than_was_measured(heads):
@@ -495,14 +443,11 @@ def test_the_tree_is_drawn_and_named(heads):
     text = card_of(heads).text
     assert "3 guesses deep (the published tree `mc_sim_7b_63`, cut to the depth of the 3 heads)." in text
     assert (heads / "tree.png").read_bytes() != first
+    write_checkpoint(heads, num_draft_heads=9)
+    put(heads, "generation_config.json", {"draft_tree": "mc_sim_7b_63"})
+    assert "(the published tree `mc_sim_7b_63`)." in card_of(heads).text  # which fits
     put(heads, "generation_config.json", {"draft_tree": "dynamic"})
     assert "every step builds its own tree" in card_of(heads).text
-
-
-def test_a_published_tree_that_fits_is_not_called_cut(tmp_path):
-    folder = write_checkpoint(tmp_path / "heads", num_draft_heads=9)
-    put(folder, "generation_config.json", {"draft_tree": "mc_sim_7b_63"})
-    assert "(the published tree `mc_sim_7b_63`)." in card_of(folder).text
 
 
 def test_figures_of_other_trees_are_told_apart_from_this_one(heads):
@@ -525,32 +470,25 @@ def test_figures_of_other_trees_are_told_apart_from_this_one(heads):
     assert told(12) == ["The figures below were measured with a tree of 12 nodes (`draft_tree=`)."]
 
 
-def test_calibrated_trees_are_listed(heads):
-    entry = {"device": "NVIDIA A100", "dtype": "float16", "batch_size": 4, "captured": False, "tree": [[0], [1]]}
-    put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": [entry]})
-    text = card_of(heads).text
-    assert (
-        "| NVIDIA A100 | float16 | 4 | recorded | 3 |" in text
-        and "![the calibrated trees](calibrated_trees.png)" in text
-    )
-    put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": [{**entry, "lookup": 8}]})
-    assert "| recorded | 3, 8 copied tokens |" in card_of(heads).text
+def test_calibrated_trees_are_listed_and_drawn_each_once(heads):
+    def entry(size, tree, **more):
+        key = {
+            "device": "cpu",
+            "dtype": "float16",
+            "batch_size": size,
+            "execution": "compiled" if size > 4 else "eager",
+        }
+        return {**key, "tree": tree, **more}
 
-
-def test_calibrated_trees_are_drawn_each_once(heads):
-    def entry(size, tree):
-        return {"device": "cpu", "dtype": "float16", "batch_size": size, "captured": size > 4, "tree": tree}
-
-    entries = [entry(1, [[0], [1]]), entry(2, [[0], [0, 0]]), entry(8, [[1], [0]])]
-    put(heads, "generation_config.json", {"calibration": entries})
+    entries = [entry(1, [[0], [1]]), entry(2, [[0], [0, 0]], lookup=8), entry(8, [[1], [0]])]
+    put(heads, "generation_config.json", {"draft_tree": TREE, "calibration": entries})
     assert list(read_facts(heads).calibrated.items()) == [
-        (
-            "cpu, float16, batch size 1, eager steps; cpu, float16, batch size 8, compiled steps",
-            DraftTree([[0], [1]]),
-        ),
+        ("cpu, float16, batch size 1, eager steps; cpu, float16, batch size 8, compiled steps", DraftTree([[0], [1]])),
         ("cpu, float16, batch size 2, eager steps", DraftTree([[0], [0, 0]])),
     ]
-    card_of(heads)
+    text = card_of(heads).text
+    assert "| cpu | float16 | 1 | eager | 3 |" in text and "| cpu | float16 | 2 | eager | 3, 8 copied tokens |" in text
+    assert "![the calibrated trees](calibrated_trees.png)" in text
     both = imread(heads / "calibrated_trees.png").shape
     put(heads, "generation_config.json", {"calibration": entries[:1]})
     card_of(heads)
@@ -684,9 +622,12 @@ def test_the_snippet_asks_a_chat_model_through_its_template(heads, kept_in):
         assert 'output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True' in snippet
 
 
-def test_the_training_is_told_in_words(heads):
+def test_the_training_is_told_in_words_with_as_many_digits_as_a_person_reads(heads):
     report = {"rows": 10, "kept": 9, "refusals": [], "mapped": {"gpt -> assistant": 4}, "cut": 0}
-    put(heads, "training_summary.json", {"schedule": "cosine", "data_report": report})
-    text = card_of(heads).text
-    assert "| data report | rows 10, kept 9, mapped 4 gpt -> assistant, cut 0 |" in text
-    assert "refusals" not in text and "SchedulerType" not in text
+    numbers = {"eval_loss": 2.0123456789012345, "rate": 0.0005, "seconds": 12345.678}
+    put(heads, "training_summary.json", {"schedule": "cosine", "data_report": report, **numbers})
+    card = card_of(heads)
+    rows = rows_of(card)
+    assert (rows["eval loss"], rows["rate"], rows["seconds"]) == ("2.012", "0.0005", "12345.7")
+    assert rows["data report"] == "rows 10, kept 9, mapped 4 gpt -> assistant, cut 0"
+    assert "refusals" not in card.text and "SchedulerType" not in card.text
