@@ -2,8 +2,8 @@
 
     .venv/bin/python tests/tools/installed.py
 
-An environment holds nothing but the package, and finds what that needs where this one has it. README's block runs there,
-with steps that are not compiled, which takes long and is tried elsewhere. Exit code 1 where something fails.
+An environment holds nothing but the package, and finds what that needs where this one has it. README's block runs
+there, with steps that are not compiled, which takes long and is tried elsewhere. Exit code 1 where something fails.
 """
 
 from __future__ import annotations

@@ -285,8 +285,3 @@ def test_a_damaged_entry_is_refused_in_one_line(measured):
     ) as refused:
         entries.expected_of(entry(measured=measured))
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
-
-
-def test_an_entry_of_an_earlier_version_says_what_a_step_costs():
-    earlier = {"tree_seconds": 0.3, "base_step_seconds": 0.2, "tokens_per_step": 2.0}
-    assert entries.expected_of(entry(measured=earlier)) == (pytest.approx(1.5), 2.0)
