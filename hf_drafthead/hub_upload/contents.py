@@ -65,16 +65,7 @@ def check_files(folder: Path) -> None:
 
 
 def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None, private: bool) -> list[str]:
-    """Refuse heads whose base others cannot load: a local path, one that the Hub does not have, or a private one.
-
-    Args:
-        config, folder: of the checkpoint.
-        token: of the Hub.
-        private: whether the repository of the heads is, so that a private base is seen by those who see the heads.
-
-    Returns:
-        Notes about the base: that it is gated, private, or was not looked up.
-    """
+    """Refuse heads whose base others cannot load: a path, a private one, or one that is not there; notes."""
     name, revision = config.base_model_name_or_path, config.base_model_revision
     if config.base_included:
         if name == BASE_FOLDER and not (folder / name).is_dir():
@@ -109,12 +100,7 @@ def _check_modules(config: DraftHeadConfig) -> None:
 
 
 def find_base(name: str, revision: str | None, token: str | bool | None) -> tuple[ModelInfo | None, list[str]]:
-    """What the Hub says about a base; None, and a note that says why, where it cannot be asked.
-
-    Raises:
-        OSError: there is no such base, or not at that revision.
-        ValueError: the name cannot be one of a repository.
-    """
+    """What the Hub says about a base; None, and a note that says why, where it cannot be asked."""
     try:
         return HfApi(token=token).model_info(name, revision=revision), []
     except HFValidationError:

@@ -65,11 +65,7 @@ class Destination:
 
 
 def download(repo_id: str, name: str, revision: str | None, token: str | bool | None) -> Path | None:
-    """A file of a repository, here; None if it has none: transformers takes one that is refused for a missing one.
-
-    Raises:
-        OSError: the Hub does not give it out.
-    """
+    """A file of a repository, here; None if it has none: transformers takes one that is refused for a missing one."""
     try:
         return Path(hf_hub_download(repo_id, name, revision=revision, token=token))
     except (errors.RemoteEntryNotFoundError, errors.HFValidationError):  # a path that was one when the model was loaded

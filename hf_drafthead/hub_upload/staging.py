@@ -29,11 +29,7 @@ OF_THIS_PLACE = ("is_local", "local_files_only", "name_or_path", "cache_dir", "t
 
 
 def stage_model(model: DraftHeadPreTrainedModel, folder: Path, target: Target) -> list[str]:
-    """Save a model in an empty folder, with the files that belong to these heads in the checkpoint that they came from.
-
-    Returns:
-        Notes on what was left out, with the reason.
-    """
+    """Save a model in an empty folder, with files of the checkpoint that its heads came from; notes on the others."""
     how: dict[str, Any] = {"include_base": target.include_base, "max_shard_size": target.max_shard_size}
     model.save_pretrained(folder, include_tokenizer=False, **how)
     notes = []
@@ -51,16 +47,7 @@ def stage_model(model: DraftHeadPreTrainedModel, folder: Path, target: Target) -
 
 
 def stage_folder(source: Path, folder: Path, target: Target, base: str | None = None) -> list[str]:
-    """Copy the files of a checkpoint's folder, which is not changed, into an empty one.
-
-    Args:
-        source, folder: from where, and where to.
-        target: of the push; the base is loaded, and saved beside the heads, if it says so.
-        base: Hub id of the base, which is written into the config if these heads fit it.
-
-    Returns:
-        Notes on what was left out or is missing, with the reason.
-    """
+    """Copy the files of a checkpoint's folder into an empty one, for a base that may be named anew; notes as above."""
     config, token = read_heads_config(str(source)), target.token
     files, behind = sort_files(source)
     if target.include_base and not config.base_included:

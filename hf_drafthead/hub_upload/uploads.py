@@ -13,13 +13,7 @@ from hf_drafthead.modeling.remote_code import CODE_FILE, code_of
 
 
 def check_saved(config: DraftHeadConfig, folder: Path, publisher: Publisher) -> None:
-    """Refuse what is about to be saved and uploaded, if others could not load it.
-
-    Args:
-        config: that is saved.
-        folder: of the checkpoint; a relative path of the base is looked for there.
-        publisher: who uploads it.
-    """
+    """Refuse what is about to be saved and uploaded, if others could not load it."""
     check_training(config, publisher, bool(config.base_included or config.base_adapters))
     if publisher.repo_id is None:
         return
@@ -33,13 +27,7 @@ def check_saved(config: DraftHeadConfig, folder: Path, publisher: Publisher) -> 
 
 
 def check_training(config: DraftHeadConfig, publisher: Publisher, beside: bool) -> None:
-    """Refuse a training whose checkpoints others could not load, without asking the Hub.
-
-    Args:
-        config: of the model.
-        publisher: the Trainer.
-        beside: whether the base will lie beside the heads.
-    """
+    """Refuse a training whose checkpoints others could not load, without asking the Hub."""
     if publisher.trainer is None:
         return
     arguments = publisher.trainer.args

@@ -25,11 +25,7 @@ OF_A_WHOLE_MODEL = (f"{PREFIX}base.", f"{PREFIX}drafter.")  # in adapters that w
 
 
 def find_adapter(path: str, hub: Mapping[str, Any], inside: str = "") -> str | None:
-    """The folder, here, of an adapter at a path or Hub id, or in the folder `inside` there; None if there is none.
-
-    Raises:
-        OSError: its config or weights cannot be read, or the weights are no safetensors.
-    """
+    """The folder, here, of an adapter at a path or Hub id, or in the folder `inside` there; None if there is none."""
     if inside:
         hub = {**hub, "subfolder": os.path.join(hub.get("subfolder") or "", inside)}
     config = fetch_file(path, ADAPTER_CONFIG_NAME, hub)
@@ -53,14 +49,7 @@ def is_of_a_whole_model(folder: str | Path) -> bool:
 
 
 def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping[str, Tensor] | None = None) -> None:
-    """Put a new adapter of a PEFT config on a model, by PEFT itself: transformers 5.24 asks for a PEFT that is to come.
-
-    Args:
-        tensors: of a trained adapter; their names say which layers it is for.
-
-    Raises:
-        ValueError: the model has an adapter of this name.
-    """
+    """Put a new adapter of a PEFT config on a model, by PEFT: transformers 5.24 asks for one that is to come."""
     if name in getattr(model, "peft_config", ()):
         raise ValueError(f"the model has an adapter {name!r} already: give the new one another name.")
     by_name = None if getattr(config, "target_parameters", None) else tensors  # their names are in it
@@ -69,11 +58,7 @@ def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping
 
 
 def load_adapter(model: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> None:
-    """Put a trained adapter on a model, or its tensors into the one of this name that the model has.
-
-    Raises:
-        ValueError: the adapter was made for another model.
-    """
+    """Put a trained adapter on a model, or its tensors into the one of this name that the model has."""
     peft = import_module("peft")  # nowhere else needed
     with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
         tensors = {key.removeprefix(PREFIX): file.get_tensor(key) for key in file.keys()}
@@ -94,11 +79,7 @@ def load_adapter(model: Any, folder: str | Path, name: str = "default", trainabl
 
 
 def unwrapped(base: Any) -> Any:
-    """The model inside what PEFT or torch.compile put around it, with its adapters as transformers has them.
-
-    Raises:
-        ValueError: an adapter that is not a part of the layers, such as a learnt prompt.
-    """
+    """The model inside what PEFT or torch.compile put around it, with its adapters as transformers has them."""
     base = getattr(base, "_orig_mod", base)
     if not (hasattr(base, "peft_config") and hasattr(base, "get_base_model")):
         return base
@@ -117,12 +98,10 @@ def adapters_of(base: nn.Module) -> dict[str, bool]:
     """Every adapter in the layers of a base, by name, and whether it takes part in what the base computes.
 
     None of them counts if all are merged: what the base computes is in its weights.
-
-    Raises:
-        ValueError: some are merged and others are not.
     """
     layers: list[Any] = [module for module in base.modules() if is_adapted(module)] if "peft" in sys.modules else []
-    names = {name for layer in layers for kind in layer.adapter_layer_names for name in _keys(getattr(layer, kind))}
+    parts = [getattr(layer, kind) for layer in layers for kind in layer.adapter_layer_names]
+    names = {name for part in parts for name in getattr(part, "keys", list)()}
     merged = {name for layer in layers for name in layer.merged_adapters}
     if not layers or merged >= names:
         return {}
@@ -146,11 +125,7 @@ def activate(base: nn.Module, names: list[str]) -> None:
 
 
 def save_adapters(base: Any, folder: Path, of: str | None, revision: str | None) -> None:
-    """Write each adapter of a base into a folder of its name, as PEFT reads it.
-
-    Args:
-        of, revision: Hub id and commit of the base that others put it on, if it has one.
-    """
+    """Write each adapter of a base into a folder of its name, as PEFT reads it."""
     for name in adapters_of(base):
         place = folder / name
         place.mkdir(parents=True)
@@ -227,7 +202,3 @@ def is_adapted(module: Any) -> bool:
 def _is_replaced(module: Any) -> bool:
     """Whether an adapter brings a module of its own in the place of the base's, or trains some of its rows."""
     return "original_module" in module._modules or hasattr(type(module), "original_module")
-
-
-def _keys(adapters: Any) -> list[str]:
-    return list(adapters.keys()) if hasattr(adapters, "keys") else []

@@ -62,18 +62,7 @@ def load_named(
     checkpoint: str | None = None,
     config: DraftHeadConfig | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """A base for fresh heads, or the one that the heads of a checkpoint run on; and what their config says of it.
-
-    Args:
-        name: Hub id or path, of a base or of an adapter for one; it may end with the name of a GGUF file.
-        hub: keyword arguments of every download, `revision` and `subfolder` among them.
-        arguments: all others of `AutoModelForCausalLM.from_pretrained`.
-        checkpoint, config: of trained heads.
-
-    Raises:
-        OSError: there is no such base.
-        ValueError: it is no decoder-only language model, or another than the heads were made for.
-    """
+    """A base for fresh heads, or the one that the heads of a checkpoint (with its config) run on; and its origin."""
     name, file = split_gguf(name)
     called, wanted = f"the base {name!r}", "give the id or path of a causal language model."
     if checkpoint is not None:
@@ -129,11 +118,7 @@ def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str
 
 
 def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
-    """Name of the base that the config asks for: a Hub id, or a path, made absolute from the checkpoint's folder.
-
-    Raises:
-        OSError: the config names no base, or a folder that is not there.
-    """
+    """Name of the base that the config asks for: a Hub id, or a path, made absolute from the checkpoint's folder."""
     name = config.base_model_name_or_path
     if not name:
         raise OSError(f"{checkpoint!r} does not say which base it was trained for: {GIVE_BASE}")
@@ -159,11 +144,7 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
 
 
 def fetch_config(name: str, revision: str | None, token: str | bool | None, **hub: Any) -> PreTrainedConfig:
-    """The config of a base at a Hub id or folder, without running code that may lie beside it.
-
-    Raises:
-        OSError: there is none, or it cannot be fetched.
-    """
+    """The config of a base at a Hub id or folder, without running code that may lie beside it."""
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token, **hub)
     except (OSError, HTTP_ERROR) as error:
@@ -200,13 +181,7 @@ def width_of(base: Any) -> int | None:
 
 
 def refuse_unfit(config: PreTrainedConfig, name: str, loaded: bool) -> None:
-    """Refuse a base whose own `generate` draft heads could not reproduce: with heads, an encoder, or no language model.
-
-    Args:
-        config: of the base.
-        name: for the message.
-        loaded: whether the base is a loaded model, and not yet to be loaded by AutoModelForCausalLM.
-    """
+    """Refuse a base whose own `generate` draft heads could not reproduce: with heads, an encoder, or no text."""
     if str(config.model_type).startswith(MODEL_TYPE_PREFIX):
         raise ValueError(f"{name!r} has draft heads already: give their base alone.")
     remote = bool(getattr(config, "auto_map", None)) or config.model_type not in CONFIG_MAPPING
@@ -268,17 +243,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: Mapping[str, Any]) -> bool:
-    """Save the tokenizer of a base in a folder that has none; returns whether the folder has one.
-
-    Args:
-        name: folder or Hub id of the base; None if there is none to take it from.
-        gguf_file: of the base, if it is in one.
-        hub: keyword arguments of every download.
-
-    Raises:
-        OSError: the Hub refuses access.
-        ValueError: it cannot be loaded.
-    """
+    """Save the tokenizer of a base in a folder that has none; returns whether the folder has one."""
     if has_tokenizer(folder):
         return True
     if not name or is_missing_folder(name):
@@ -364,10 +329,8 @@ def change_of_base(
     """What of a base is otherwise than in the place that a config names; None if nothing is.
 
     All values of tensors that have the same name there are compared; of others, what was noted when it was loaded.
-
-    Args:
-        as_loaded: None to ask whether it is known to be the same: it is not where the files are not on this machine.
-        given: tensors in the place of the base's own.
+    Without such notes it is asked whether it is known to be the same, as it is not where the files are not on this
+    machine. Tensors that are `given` stand in the place of its own.
     """
     name, own = str(config.base_model_name_or_path), plain_state(base)
     if as_loaded is not None and (others := sorted(set(own) ^ set(as_loaded.tensors))):

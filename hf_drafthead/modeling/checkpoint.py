@@ -30,18 +30,7 @@ IN_ANOTHER_LAYOUT += "`hf-drafthead convert`"
 def read_heads_config(
     path: str, hub: Mapping[str, Any] = NO_OPTIONS, family: type[DraftHeadConfig] = DraftHeadConfig, chosen: Any = None
 ) -> Any:
-    """The config of a checkpoint with draft heads.
-
-    Args:
-        path: its folder or Hub id.
-        hub: keyword arguments of every download.
-        family: config class of the heads that it should hold; heads of any family by default.
-        chosen: a config of which a copy is taken instead, or where one is read instead.
-
-    Raises:
-        OSError: there is no config.json, or it cannot be fetched.
-        ValueError: it belongs to another kind of model, or to another or an unknown family.
-    """
+    """The config of a checkpoint with draft heads of a family; `chosen`, or what is read there, in its place."""
     if isinstance(chosen, PreTrainedConfig):
         config, model_type = copy.deepcopy(chosen), chosen.model_type
     else:
@@ -98,11 +87,7 @@ def weight_names(variant: str | None = None) -> tuple[str, str]:
 
 
 def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
-    """The safetensors files of a checkpoint (`model.<variant>.safetensors`), in a local folder or fetched from the Hub.
-
-    Raises:
-        OSError: there are no weights, a shard is missing, or the index cannot be read or names other files than shards.
-    """
+    """The safetensors files of a checkpoint (`model.<variant>.safetensors`), in a folder or fetched from the Hub."""
     names = weight_names(variant)
     for name in names:
         if (files := weights_in(path, name, hub)) is not None:
@@ -128,11 +113,7 @@ def read_tensors(path: str, hub: Mapping[str, Any] = NO_OPTIONS, variant: str | 
 
 
 def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None:
-    """A file of weights, or the shards that an index of that name spreads the tensors over; None if there is none.
-
-    Raises:
-        OSError: a shard is missing, or the index cannot be read or names other files than shards beside it.
-    """
+    """A file of weights, or the shards that an index of that name spreads the tensors over; None if there is none."""
     file = fetch_file(path, name, hub)
     if file is None or not name.endswith(".json"):
         return None if file is None else [file]
@@ -154,11 +135,7 @@ def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
-    """A file of a model, here; None if it has no such file.
-
-    Raises:
-        OSError: the Hub refuses it, or cannot be reached.
-    """
+    """A file of a model, here; None if it has no such file."""
     try:
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
     except (OSError, HTTP_ERROR) as error:
@@ -173,11 +150,7 @@ def is_missing_folder(name: str) -> bool:
 
 @torch.inference_mode(False)
 def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
-    """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used.
-
-    Raises:
-        OSError: a file is no readable safetensors file.
-    """
+    """The tensors of safetensors files, by name: mapped, so that nothing is read before it is used."""
     mapped: dict[str, Tensor] = {}
     for file in files:
         with open_tensors(file) as tensors:
@@ -186,11 +159,7 @@ def map_tensors(files: Iterable[str]) -> dict[str, Tensor]:
 
 
 def check_tensors(path: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Compare the tensors of a checkpoint's drafter with tensors of the shapes and types that its config asks for.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, of another shape, or of another kind of number.
-    """
+    """Compare the tensors of a checkpoint's drafter with tensors of the shapes and types that its config asks for."""
     advice = "save the checkpoint again, or correct config.json."
     for name, tensor in expected.items():
         if name not in tensors:

@@ -25,11 +25,7 @@ shortened.maxstring = shortened.maxother = 80
 
 
 def read_json(file: str | os.PathLike) -> dict[str, Any]:
-    """The fields of a JSON file that holds one object, such as a config.
-
-    Raises:
-        OSError: it is too large, too deeply nested, no JSON, or no object.
-    """
+    """The fields of a JSON file that holds one object, such as a config."""
     size = os.path.getsize(file)
     if size > MAX_JSON:
         raise OSError(
@@ -48,16 +44,7 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
 
 
 def read_ranking(tokens: str | os.PathLike | Sequence[int], **hub: Any) -> list[int]:
-    """Token ids, the most frequent first, given or in a file: JSON, safetensors, or as `torch.save` writes a list.
-
-    Args:
-        tokens: the ids, the path of a file, or `org/name/file` on the Hub, such as the rankings that FR-Spec publishes.
-        hub: keyword arguments of a download.
-
-    Raises:
-        OSError: there is no such file.
-        ValueError: these are no token ids.
-    """
+    """Token ids, the most frequent first, given or in a file: JSON, safetensors, or as `torch.save` writes a list."""
     ids: Any = tokens
     if isinstance(tokens, (str, os.PathLike)):
         name = os.fspath(tokens)
@@ -104,11 +91,7 @@ def is_deep(value: Any) -> bool:
 
 @contextmanager
 def open_tensors(file: str | os.PathLike) -> Iterator[Any]:
-    """An open safetensors file, as `safetensors.safe_open` gives it.
-
-    Raises:
-        OSError: it cannot be read, or its header is larger than that of any model.
-    """
+    """An open safetensors file, as `safetensors.safe_open` gives it."""
     try:
         with open(file, "rb") as stream:
             if (length := int.from_bytes(stream.read(8), "little")) > MAX_HEADER:

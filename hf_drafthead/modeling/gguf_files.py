@@ -13,7 +13,6 @@ from transformers.utils.import_utils import is_gguf_available
 from hf_drafthead.modeling.files import in_one_line
 
 INSTALL = "pip install 'hf-drafthead[gguf]'"
-MAGIC = b"GGUF"
 HUB = ("revision", "token", "local_files_only", "cache_dir")  # arguments of a download
 
 
@@ -40,9 +39,6 @@ def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, A
 
     The weights are unpacked: left in their blocks, as transformers may leave them, they can be neither saved nor
     computed in bfloat16 without a conversion in every product.
-
-    Raises:
-        OSError: the package gguf is missing, the file is not there, or is no GGUF file.
     """
     file = arguments.get("gguf_file")
     if file is None:
@@ -50,14 +46,8 @@ def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, A
     named = os.path.join(place, file)
     if not is_gguf_available():
         raise OSError(f"reading {named!r} needs the package gguf: {INSTALL}.")
-    if os.path.isdir(place) and not os.path.isfile(named):
-        names = sorted(path.name for path in Path(place).glob("*.gguf"))
-        raise OSError(f"there is no file {named!r}: the folder holds {', '.join(names) or 'no GGUF file'}.")
     with reading_gguf(named):
-        local = cached_file(place, file, **hub)
-    with open(local, "rb") as stream:
-        if (begin := stream.read(4)) != MAGIC:
-            raise OSError(f"{named!r} is no GGUF file (it begins with {begin!r}): copy or download it again.")
+        cached_file(place, file, **hub)
     config = getattr(quantization_config, "GgufConfig", None)  # in older versions weights are always unpacked
     unpacked = {"quantization_config": config(dequantize=True)} if config is not None else {}
     return {**unpacked, **{name: value for name, value in arguments.items() if value is not None}}
@@ -78,13 +68,7 @@ def reading_gguf(named: str | None) -> Iterator[None]:
 
 
 def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **arguments: Any) -> Any:
-    """The tokenizer of a model, in its folder, in its repository or in its GGUF file; a fast one, where there is one.
-
-    Args:
-        name: folder, Hub id, or the name of a GGUF file in one of them.
-        gguf_file: name of the file, if `name` does not end with it.
-        arguments: of `AutoTokenizer.from_pretrained`.
-    """
+    """The tokenizer of a model, in its folder, repository or GGUF file; a fast one, where there is one."""
     place, file = split_gguf(os.fspath(name)) if gguf_file is None else (os.fspath(name), gguf_file)
     hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
     if file is None:
@@ -94,11 +78,6 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
         # mistral-common's tokenizer comes first where it is installed; the file of a fast one often lies beside its own
         fast = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub)
         return tokenizer if fast is None else PreTrainedTokenizerFast.from_pretrained(place, **arguments)
-    return gguf_tokenizer(place, file, arguments, hub)
-
-
-def gguf_tokenizer(place: str, file: str, arguments: Mapping[str, Any], hub: Mapping[str, Any]) -> Any:
-    """The tokenizer in a GGUF file of a folder or repository, by arguments of `load_tokenizer`, and of a download."""
     gguf_arguments(place, {"gguf_file": file}, hub)
     with reading_gguf(os.path.join(place, file)):
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, **arguments)

@@ -29,11 +29,7 @@ def checkpoint_being_resumed() -> Path | None:
 
 
 def restore_base(model: Any, folder: Path) -> None:
-    """Give a model's base the weights and adapters that lie beside the heads in a checkpoint, in place.
-
-    Raises:
-        ValueError: they are those of another base.
-    """
+    """Give a model's base the weights and adapters that lie beside the heads in a checkpoint, in place."""
     base, saved = unwrapped(model.base), read_json(folder / "config.json")
     if saved.get("base_included") and getattr(base, "hf_quantizer", None) is None:  # else nothing of it was trained
         state = plain_state(base)

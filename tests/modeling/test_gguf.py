@@ -104,7 +104,7 @@ def damaged(place, folder, kind):
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("cut", "cannot be read"), ("header", "cannot be read"), ("foreign", "is no GGUF file .it begins with")],
+    [("cut", "cannot be read"), ("header", "cannot be read"), ("foreign", "cannot be read")],
 )
 def test_a_damaged_file_is_refused_in_one_line(place, tmp_path, kind, said):
     damaged(place, tmp_path, kind)
@@ -122,13 +122,13 @@ def test_an_unknown_architecture_is_refused(tmp_path):
 def test_what_is_there_is_named(place, tmp_path):
     with pytest.raises(OSError, match=f"cannot be read .*it holds {FILE}: give gguf_file='{FILE}'"):
         MedusaForCausalLM.from_base(place)
-    with pytest.raises(OSError, match=f"there is no file '.*other.gguf': the folder holds {FILE}"):
+    with pytest.raises(OSError, match="other.gguf' cannot be read"):
         MedusaForCausalLM.from_base(place / "other.gguf")
     MedusaForCausalLM.from_base(place / FILE, num_draft_heads=2).save_pretrained(tmp_path / "heads")
     moved = shutil.copytree(tmp_path / "heads", tmp_path / "moved")
     config = json.loads((moved / "config.json").read_text()) | {"base_gguf_file": "gone.gguf"}
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(OSError, match="there is no file '.*gone.gguf'"):
+    with pytest.raises(OSError, match="gone.gguf' cannot be read"):
         MedusaForCausalLM.from_pretrained(moved)
 
 
@@ -156,7 +156,7 @@ def test_a_file_is_unpacked_once_with_its_tokenizer(place, tmp_path, dtype, caps
 def test_what_is_no_gguf_file_is_not_unpacked(place, tmp_path, capsys):
     for words, line in (
         ([str(place)], "names no GGUF file: give models/name.gguf, or org/name/name.gguf."),
-        ([str(place / "none.gguf")], "there is no file"),
+        ([str(place / "none.gguf")], "cannot be read"),
     ):
         with pytest.raises(SystemExit) as end:
             cli.main(["unpack", *words, str(tmp_path / "base")])
