@@ -68,19 +68,33 @@ def stored_names(folder: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("door", ["own class", "AutoModel", "AutoModelForCausalLM"])
-@pytest.mark.parametrize("form", ["heads only", "with base"])
+# how a model is saved, and loaded
+SAVED = {
+    "heads only": ({}, {}),
+    "with base": ({"include_base": True}, {}),
+    "in shards": ({"max_shard_size": "20KB"}, {}),
+    "with base, in shards": ({"include_base": True, "max_shard_size": "20KB"}, {}),
+    "a variant": ({"variant": "float64"}, {"variant": "float64"}),
+    "asked for as safetensors": ({"include_base": True}, {"use_safetensors": True}),
+}
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("door", [None, AutoModel, AutoModelForCausalLM], ids=["own class", "AutoModel", "for text"])
+@pytest.mark.parametrize("form", SAVED)
 def test_round_trip(family, saved, form, door):
     folder, model = saved
-    path = folder / "heads"
-    if form == "with base":
-        path = folder / "whole"
-        model.save_pretrained(path, include_base=True)
+    save, load = SAVED[form]
+    model.save_pretrained(folder / "again", **save)
+    if "include_base" in save:
         shutil.rmtree(folder / "base")
-    loader = {"own class": family.model_class, "AutoModel": AutoModel, "AutoModelForCausalLM": AutoModelForCausalLM}
-    loaded = loader[door].from_pretrained(path)
+    files = {file.name for file in (folder / "again").glob("*.safetensors")}
+    assert (
+        len(files) > 1 if "shards" in form else files == {f"model{'.float64' if 'variant' in save else ''}.safetensors"}
+    )
+    loaded, info = (door or family.model_class).from_pretrained(folder / "again", output_loading_info=True, **load)
     assert type(loaded) is family.model_class
-    assert not loaded.training
+    assert not loaded.training and not any(info.values())
     assert loaded.drafter.base is loaded.base and loaded.config.base_config is loaded.base.config
     assert_same(model, loaded)
     prompt = IDS[:1, :4]
@@ -111,22 +125,6 @@ def test_no_two_tensors_of_the_heads_share_memory(family, base):
     for one in (drafter, deeper):
         assert len({tensor.data_ptr() for tensor in one.state_dict().values()}) == len(one.state_dict())
     assert (sum(p.numel() for p in deeper.parameters()) > sum(p.numel() for p in drafter.parameters())) == bool(layers)
-
-
-@pytest.mark.parametrize("form", ["heads only", "with base"])
-def test_sharded(family, saved, form):
-    folder, model = saved
-    model.save_pretrained(folder / "sharded", include_base=form == "with base", max_shard_size="20KB")
-    assert len(list((folder / "sharded").glob("*.safetensors"))) > 1
-    assert_same(model, family.model_class.from_pretrained(folder / "sharded"))
-
-
-@two_families
-def test_variant(family, saved):
-    folder, model = saved
-    model.save_pretrained(folder / "other", variant="float64")
-    assert [file.name for file in (folder / "other").glob("*.safetensors")] == ["model.float64.safetensors"]
-    assert_same(model, family.model_class.from_pretrained(folder / "other", variant="float64"))
 
 
 @pytest.mark.parametrize("form", ["heads only", "with base"])
@@ -168,23 +166,26 @@ def test_heads_and_base_can_be_moved_together(family, saved):
     assert_same(model, loaded)
     loaded.save_pretrained(folder / "deep" / "down" / "heads")
     assert_same(model, family.model_class.from_pretrained(folder / "deep" / "down" / "heads"))
+    assert_same(model, family.model_class.from_pretrained(folder / "elsewhere", subfolder="heads"))
 
 
 @two_families
-def test_a_relative_base_is_looked_up_from_the_subfolder(family, saved):
-    folder, model = saved
-    assert_same(model, family.model_class.from_pretrained(folder, subfolder="heads"))
-
-
-@two_families
-def test_a_live_base_stays_as_it_was(family, saved):
-    folder, model = saved
-    base = tiny_base("llama-gqa")
+@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+def test_a_live_base_stays_as_it_was(family, saved, training):
+    folder, _ = saved
+    base = tiny_base("llama-gqa").train(training)
+    base.lm_head.weight.requires_grad_(False)
     before, config = base(IDS).logits, copy.deepcopy(base.config)
-    for attached in (family.build(base), family.model_class.from_pretrained(folder / "heads", base_model=base)):
+    learns = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
+    model = family.model_class.from_pretrained(folder / "heads", base_model=base)
+    assert {name: parameter.requires_grad for name, parameter in base.named_parameters()} == learns
+    assert base.training == training
+    for attached in (model, family.build(base)):
         assert attached.base is base
         assert torch.equal(base(IDS).logits, before)
         assert base.config == config and base.config._attn_implementation == "sdpa"
+    loaded = family.model_class.from_pretrained(folder / "heads")
+    assert not any(parameter.requires_grad for parameter in loaded.base.parameters())
 
 
 def test_deepcopy_and_conversion_move_the_whole_model(family, base):
@@ -200,23 +201,14 @@ def test_deepcopy_and_conversion_move_the_whole_model(family, base):
 @two_families
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", "auto", None], ids=str)
 @pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
-def test_the_drafter_takes_the_dtype_of_the_base(family, saved, dtype, loader):
+def test_drafter_and_config_take_the_dtype_of_the_base(family, saved, dtype, loader):
     folder, _ = saved
     loaded = (loader or family.model_class).from_pretrained(folder / "heads", dtype=dtype)
     expected = torch.float64 if dtype in ("auto", None) else torch.bfloat16
-    assert {tensor.dtype for tensor in loaded.parameters()} == {expected}
-
-
-@medusa
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", None], ids=str)
-@pytest.mark.parametrize("loader", [AutoModel, None], ids=["AutoModel", "own class"])
-def test_the_config_says_what_type_was_loaded(saved, dtype, loader):
-    folder, model = saved
-    loaded = (loader or type(model)).from_pretrained(folder / "heads", dtype=dtype)
-    assert loaded.config.dtype == loaded.dtype == (torch.bfloat16 if dtype else torch.float64)
+    assert {tensor.dtype for tensor in loaded.parameters()} == {expected} and loaded.config.dtype == expected
     live = tiny_base("llama-gqa").to(torch.bfloat16)
-    assert type(model).from_pretrained(folder / "heads", base_model=live).config.dtype == torch.bfloat16
-    assert type(model).from_base(live).config.dtype == torch.bfloat16
+    assert family.model_class.from_pretrained(folder / "heads", base_model=live).config.dtype == torch.bfloat16
+    assert family.model_class.from_base(live).config.dtype == torch.bfloat16
 
 
 @medusa
@@ -264,34 +256,12 @@ def test_rotary_frequencies_of_several_types_of_layers_are_computed_again(tmp_pa
 
 @two_families
 @pytest.mark.parametrize("form", ["heads only", "with base"])
-def test_safetensors_may_be_asked_for(family, saved, form):
-    folder, model = saved
-    model.save_pretrained(folder / "heads", include_base=form == "with base")
-    assert_same(model, family.model_class.from_pretrained(folder / "heads", use_safetensors=True))
-
-
-@two_families
-@pytest.mark.parametrize("form", ["heads only", "with base"])
 def test_tensors_may_be_given_instead_of_a_checkpoint(family, saved, form):
     _, model = saved
     state = {name: tensor for name, tensor in model.state_dict().items() if form == "with base" or "drafter" in name}
     loaded = family.model_class.from_pretrained(None, config=model.config, state_dict=state)
     assert_same(model, loaded)
     assert torch.equal(loaded.generate(IDS[:1], max_new_tokens=4), model.base.generate(IDS[:1], max_new_tokens=4))
-
-
-@two_families
-@pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
-def test_a_live_base_is_used_as_it_is(family, saved, training):
-    folder, _ = saved
-    base = tiny_base("llama-gqa").train(training)
-    base.lm_head.weight.requires_grad_(False)
-    before = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
-    model = family.model_class.from_pretrained(folder / "heads", base_model=base)
-    assert model.base is base and base.training == training
-    assert {name: parameter.requires_grad for name, parameter in base.named_parameters()} == before
-    loaded = family.model_class.from_pretrained(folder / "heads")
-    assert not any(parameter.requires_grad for parameter in loaded.base.parameters())
 
 
 @pytest.mark.parametrize("form", ["heads only", "with base"])
@@ -439,14 +409,6 @@ def test_a_checkpoint_can_be_saved_where_it_was_loaded_from(family, saved, form)
     again = family.model_class.from_pretrained(folder / "heads")
     assert_same(loaded, again)
     assert not torch.equal(next(again.drafter.parameters()), next(model.drafter.parameters()))
-
-
-@two_families
-def test_loading_info(family, saved):
-    folder, _ = saved
-    model, info = AutoModel.from_pretrained(folder / "heads", output_loading_info=True)
-    assert type(model) is family.model_class
-    assert not any(info.values())
 
 
 def test_the_config_round_trips(family, saved):
