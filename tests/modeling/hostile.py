@@ -133,30 +133,6 @@ def first_shard_gone(folder: Path) -> None:
     next(folder.glob("*-00001-of-*")).unlink()
 
 
-def first_shard_gone(folder: Path) -> None:
-    next(folder.glob("*-00001-of-*")).unlink()
-
-
-def first_shard_gone(folder: Path) -> None:
-    next(folder.glob("*-00001-of-*")).unlink()
-
-
-def first_shard_gone(folder: Path) -> None:
-    next(folder.glob("*-00001-of-*")).unlink()
-
-
-def first_shard_gone(folder: Path) -> None:
-    next(folder.glob("*-00001-of-*")).unlink()
-
-
-def first_shard_gone(folder: Path) -> None:
-    next(folder.glob("*-00001-of-*")).unlink()
-
-
-def first_shard_gone(folder: Path) -> None:
-    next(folder.glob("*-00001-of-*")).unlink()
-
-
 def pickled_adapter(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
