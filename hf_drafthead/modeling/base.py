@@ -59,7 +59,8 @@ class TrainsNothing(torch.autograd.Function):
 
 
 SAVING = RLock()  # one save at a time replaces files of a folder
-SAVES = {*signature(PreTrainedModel.save_pretrained).parameters, "safe_serialization"}  # arguments of a save
+EARLIER = {"save_function", "safe_serialization", "use_temp_dir"}  # which callers still hand to transformers
+SAVES = {*signature(PreTrainedModel.save_pretrained).parameters, *EARLIER}  # arguments of a save
 PUSHES = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license"}
 
 
@@ -472,7 +473,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
 def _with(model: Any, **attributes: Any) -> Any:
     """The same model, in all that it consists of, with other attributes."""
     other = object.__new__(type(model))
-    other.__dict__ |= model.__dict__ | attributes
+    other.__dict__.update(model.__dict__ | attributes)
     return other
 
 

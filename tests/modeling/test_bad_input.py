@@ -217,6 +217,10 @@ def test_an_argument_that_saving_does_not_know(heads, save):
         getattr(MedusaForCausalLM.from_pretrained(heads), save)(str(heads), include_code=True)
 
 
+def test_an_argument_that_accelerate_hands_on(heads):
+    MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads, save_function=torch.save)
+
+
 def test_neither_a_checkpoint_nor_what_takes_its_place(heads):
     model = MedusaForCausalLM.from_pretrained(heads)
     message = "give the folder or Hub id of the heads, or None with config= and state_dict= in its place."
