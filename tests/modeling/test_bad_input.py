@@ -218,7 +218,7 @@ def test_an_argument_that_saving_does_not_know(heads, save):
 
 
 def test_an_argument_that_accelerate_hands_on(heads):
-    MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads, save_function=torch.save)
+    MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads, save_function=print)
 
 
 def test_neither_a_checkpoint_nor_what_takes_its_place(heads):
