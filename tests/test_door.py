@@ -1,5 +1,6 @@
 """One door for any id: the right class on its base, which drafts the base's own text, or one line of why not."""
 
+import functools
 import json
 import re
 import shutil
@@ -7,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import hf_drafthead
-from hf_drafthead import cli, export_checkpoint, from_base, zoo
+from hf_drafthead import cli, convert_checkpoint, export_checkpoint, from_base, zoo
 from hf_drafthead.door import recognize, start_from
 from hf_drafthead.evaluation.loading import load as opened_by_commands
 from hf_drafthead.modeling import (
@@ -122,6 +123,53 @@ def test_every_published_config_loads_by_its_folder_alone_or_says_what_is_missin
         assert "\n" not in str(refused.value)
     else:
         assert_drafts(hf_drafthead.from_pretrained(folder), outcome)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def put_nan(file, part="norm.weight"):
+    tensors = load_file(file)
+    save_file({name: tensor * torch.nan if name.endswith(part) else tensor for name, tensor in tensors.items()}, file)
+
+
+def lose(part):
+    return lambda file: save_file({name: it for name, it in load_file(file).items() if part not in name}, file)
+
+
+DAMAGED = {
+    "cut": (cut, "is not a readable safetensors file"),
+    "no weights": (lambda file: file.unlink(), "holds no weights: expected one of"),
+    "NaN": (put_nan, "holds NaN or infinity in"),
+    "a layer": (lose("layers.1."), "has 1 of the 2 layers of its config.json: get the file again"),
+    "a tensor": (lose("layers.0.mlp.up"), "lacks the tensor"),
+    "another base": (None, "were trained for a base of hidden size 64; the base .* has 32"),
+}
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("damage, message", DAMAGED.values(), ids=DAMAGED)
+def test_damaged_files_and_other_bases_are_one_line_and_nothing_is_written(damage, message, base, tmp_path):
+    tiny_base("qwen3").save_pretrained(tmp_path / "other")
+    for name in (DFLASH, DSPARK, DFLASH2, "dflash_s_swa_causal_qwen3_b6", "e2e_peagle_s_qwen3_k5"):
+        folder = load(name).write(tmp_path / name)
+        if damage is not None:
+            damage(folder / "model.safetensors")
+        for call in (hf_drafthead.from_pretrained, functools.partial(convert_checkpoint, folder=tmp_path / "new")):
+            with pytest.raises((OSError, ValueError), match=message) as refused:
+                call(folder, base_model=tmp_path / "other" if damage is None else base)
+            assert "\n" not in str(refused.value) and not (tmp_path / "new").exists()
+
+
+def test_damaged_modules_of_a_base_are_one_line(tmp_path):
+    folder = publish(modules_on("glm4_moe"), tmp_path / "glm")
+    put_nan(folder / "second.safetensors", "eh_proj.weight")
+    with pytest.raises(ValueError, match="has modules with NaN or infinity in 'fc.weight': download it again"):
+        hf_drafthead.from_pretrained(folder)
+    cut(folder / "second.safetensors")
+    with pytest.raises(OSError, match="the base .* cannot be read .SafetensorError: .*: give the id or path"):
+        hf_drafthead.from_pretrained(folder)
 
 
 def test_other_spellings_are_the_same_heads(base, tmp_path):

@@ -167,8 +167,7 @@ def read_pair_head(
 ) -> Heads:
     """An EAGLE-3 head; its sizes, number of layers and norms are those of the tensors."""
     reader, config = Reader(source.name, source.tensors), source.config
-    first = layer_prefix(source.tensors)
-    assert first is not None
+    first = layer_prefix(source.tensors) or ""
     width, wide = reader.take("fc.weight").shape
     target_width = config.get("target_hidden_size") or width
     vocab_size = read_vocabulary(reader, layer)

@@ -227,6 +227,8 @@ def read_layer_config(
         "head_dim": head_dim,
         "vocab_size": vocab_size,
     }
+    if (told := config.get("num_hidden_layers") or layers) > layers:
+        raise ValueError(f"{reader.name!r} has {layers} of the {told} layers of its config.json: get the file again.")
     reader.note_differences(config, **sizes, num_hidden_layers=layers)
     kinds, window = layer_types(reader.name, config, layers)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}

@@ -17,12 +17,9 @@ from hf_drafthead.modeling.gemma4_assistant import LAYERS, GemmaAssistantForCaus
 
 TYPES = {"gemma4_assistant": "Gemma4Assistant", "gemma4_unified_assistant": "Gemma4UnifiedAssistant"}
 PREFIXES: Prefixes = [
-    ("pre.", "pre_projection."),
-    ("post.", "post_projection."),
-    ("body.layers.", "model.layers."),
-    ("body.norm.", "model.norm."),
-    ("centroids.", "masked_embedding.centroids."),
-    ("token_ordering", "masked_embedding.token_ordering"),
+    *((f"{part}.", f"{part}_projection.") for part in ("pre", "post")),
+    *((f"body.{part}.", f"model.{part}.") for part in ("layers", "norm")),
+    *((name, f"masked_embedding.{name}") for name in ("centroids.", "token_ordering")),
 ]
 PROJECTION, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 

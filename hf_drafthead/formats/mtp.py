@@ -328,6 +328,8 @@ def own_modules(
         what = f"no module for multi-token prediction{note}: merging, quantizing and save_pretrained lose them"
         advice = f"take them from the original repository with modules_from={named_base(place, hub) or 'ORIGINAL'!r}"
         raise ValueError(f"{place!r} holds {what}; {advice}, or train fresh ones with modules_from=False.")
+    if broken := [name for module in stored for name, tensor in module.items() if not tensor.isfinite().all()]:
+        raise ValueError(f"{place!r} has modules with NaN or infinity in {broken[0]!r}: download it again.")
     for name, which in COPIES.items():
         own = base_tensor(base, which)
         if all(own is not None and same_values(module[name], own) for module in stored if name in module):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -98,7 +98,7 @@ def load_named(
     try:
         with reading_gguf(file):
             base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
-    except (OSError, HTTP_ERROR) as error:
+    except (OSError, HTTP_ERROR, SafetensorError) as error:
         raise OSError(f"{called} cannot be read ({in_one_line(error)}): {wanted}") from error
     if file is not None:
         base.name_or_path = base.config.name_or_path = place  # transformers takes the title that is in the file
