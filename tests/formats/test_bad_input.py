@@ -63,7 +63,7 @@ MEDUSA, HYDRA, EAGLE = "medusa_v1_own_lmhead_l1", "hydrapp_prefix_mlp_l1_grounde
 def test_what_is_no_checkpoint_of_another_project(golden_folder, tmp_path):
     with refused(OSError, "there is no file or folder './nowhere/at all': give one, or the id of a repository on..."):
         convert_checkpoint("./nowhere/at all")
-    with refused(OSError, "'...' holds no weights (...): expected one of medusa_lm_head.safetensors, ..."):
+    with refused(OSError, "'...' holds no weights: expected one of medusa_lm_head.safetensors, ..."):
         convert_checkpoint(tmp_path)
     save_file({"owl.wing": torch.zeros(2), "owl.beak": torch.zeros(2)}, tmp_path / "model.safetensors")
     known = "'owl.beak', 'owl.wing'; known are FasterDecoding Medusa, ...: give one of these; a base without..."
@@ -239,46 +239,37 @@ def test_a_config_that_does_not_fit(place, golden_folder, golden, config, messag
         convert_checkpoint(place(golden, config=config), base_model=golden_folder)
 
 
+GIVE = "give the base that they were trained for (base_model=, on the command line --base)."
+
+
 def test_a_base_that_nobody_names(place, tmp_path):
     folder = place(EAGLE)
-    message = (
-        "'...' does not say which base its heads were trained for: give the base that they were trained for "
-        "(base_model=, on the command line --base)."
-    )
-    with refused(ValueError, message):
-        convert_checkpoint(folder, tmp_path / "new")
-    with refused(ValueError, message):
-        EagleForCausalLM.from_pretrained(folder, convert=True)
+    for call in (
+        lambda: convert_checkpoint(folder, tmp_path / "new"),
+        lambda: EagleForCausalLM.from_pretrained(folder, convert=True),
+    ):
+        with refused(ValueError, f"'...' does not say which base its heads were trained for: {GIVE}"):
+            call()
     assert convert_checkpoint(folder).base is None  # a look needs none
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize(
-    "sizes, words",
-    [
-        ({"hidden_size": 128}, "base of hidden size 64; the base '...other' has 128"),
-        ({"vocab_size": 129}, "base of vocabulary 128; the base '...other' has 129"),
-    ],
-)
-def test_a_base_that_does_not_fit(place, tmp_path, sizes, words):
-    fields = {"hidden_size": 64, "vocab_size": 128, "num_attention_heads": 4, "intermediate_size": 128, **sizes}
-    LlamaConfig(**fields).save_pretrained(tmp_path / "other")
-    message = (
-        f"the heads at '...' were trained for a {words}: give the base that they were trained for (base_model=, on the "
-        "command line --base)."
-    )
-    with refused(ValueError, message):
-        convert_checkpoint(place(MEDUSA), tmp_path / "new", base_model=tmp_path / "other")
+TRAINED = "the heads at '...' were trained for a base of"
+OTHERS = [
+    (MEDUSA, {"hidden_size": 128}, f"{TRAINED} hidden size 64; the base '...other' has 128: {GIVE}"),
+    (MEDUSA, {"vocab_size": 129}, f"{TRAINED} vocabulary 128; the base '...other' has 129: {GIVE}"),
+    (HYDRA, {"intermediate_size": 100}, "'...' has 'drafter.prefix.layer.mlp....weight' as ... [128, 64], but its..."),
+]
 
 
-def test_a_base_whose_layer_is_another(place, tmp_path, golden_folder):
+@pytest.mark.few(3)
+@pytest.mark.parametrize("golden, sizes, message", OTHERS, ids=["width", "vocabulary", "layer"])
+def test_a_base_that_does_not_fit(place, golden_folder, tmp_path, golden, sizes, message):
     config = LlamaConfig.from_pretrained(golden_folder)
-    config.intermediate_size = 100
+    config.update(sizes)
     config.save_pretrained(tmp_path / "other")
-    with refused(
-        ValueError, "'...' has 'drafter.prefix.layer.mlp.gate_proj.weight' as ... [128, 64], but its config..."
-    ):
-        convert_checkpoint(place(HYDRA), base_model=tmp_path / "other")
+    with refused(ValueError, message):
+        convert_checkpoint(place(golden), tmp_path / "new", base_model=tmp_path / "other")
 
 
 @pytest.mark.parametrize("golden", [HYDRA, EAGLE])
@@ -295,20 +286,13 @@ def test_embeddings_of_another_base(place, golden_folder, golden):
         BY_NAME[golden].model_class.from_pretrained(folder, convert=True, base_model=golden_base())
 
 
-def test_embeddings_in_another_type_are_the_base_s(place):
-    def halve(tensors):
-        for name, tensor in tensors.items():
-            tensors[name] = tensor.half()
-
-    assert "input_embed_fn.weight" in convert_checkpoint(place(HYDRA, halve)).dropped
-
-
-def test_embeddings_that_cannot_be_compared_are_told(place, golden_folder, tmp_path):
+def test_embeddings_are_compared_in_any_type_or_it_is_told_that_they_were_not(place, golden_folder, tmp_path):
+    folder = place(HYDRA, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    assert "input_embed_fn.weight" in convert_checkpoint(folder).dropped
     LlamaConfig.from_pretrained(golden_folder).save_pretrained(tmp_path / "config alone")
-    (note,) = convert_checkpoint(place(HYDRA), base_model=tmp_path / "config alone").notes
-    assert note == (
-        "the input embeddings in the file were not compared with the base's: its weights are not on this machine."
-    )
+    (note,) = convert_checkpoint(folder, base_model=tmp_path / "config alone").notes
+    which = "the input embeddings in the file were not compared with the base's"
+    assert note == f"{which}: its weights are not on this machine."
 
 
 def test_a_folder_that_exists(place, tmp_path):
@@ -339,25 +323,19 @@ def test_what_fails_leaves_no_folder(place, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_class_of_another_family(place):
-    with refused(
-        ValueError,
-        "'...' holds heads in the layout 'Hydra': load them with HydraForCausalLM.from_pretrained(..., convert=True).",
-    ):
-        MedusaForCausalLM.from_pretrained(place(HYDRA), convert=True)
-
-
-def test_a_config_beside_convert(place):
+def test_another_class_and_another_config(place):
+    advice = "load them with HydraForCausalLM.from_pretrained(..., convert=True)"
+    with refused(ValueError, f"'...' holds heads in the layout 'Hydra': {advice}."):
+        MedusaForCausalLM.from_pretrained(folder := place(HYDRA), convert=True)
     with refused(ValueError, "config= cannot be given with convert=True, which reads it from the layout: drop it."):
-        MedusaForCausalLM.from_pretrained(place(MEDUSA), convert=True, config=MedusaConfig())
+        MedusaForCausalLM.from_pretrained(folder, convert=True, config=MedusaConfig())
 
 
 @pytest.mark.parametrize("original", ORIGINALS, ids=lambda original: original.golden)
 def test_loading_without_convert_says_the_line_and_the_command(heads, original):
+    message = "in another project's layout, give convert=True, or convert them"
     for there in (True, False):
-        with pytest.raises(
-            (OSError, ValueError), match="in another project's layout, give convert=True, or convert them"
-        ):
+        with pytest.raises((OSError, ValueError), match=message):
             original.model_class.from_pretrained(heads)
         if there:
             (heads / "config.json").unlink()
@@ -368,9 +346,7 @@ def test_auto_classes_say_it_for_vllm_s_folders(golden_folder, tmp_path):
     export_checkpoint(tmp_path / "ours", tmp_path / "theirs", "vllm")
     for auto in (AutoModel, AutoConfig):
         with refused(
-            ValueError,
-            "'...theirs' holds no model of transformers: if these are heads in another project's layout, give "
-            "convert=True, or convert them once with `hf-drafthead convert`.",
+            ValueError, "'...theirs' holds no model of transformers: if these are heads in another project's..."
         ):
             auto.from_pretrained(tmp_path / "theirs")
 
@@ -386,36 +362,18 @@ def base(tmp_path):
     return base
 
 
+OTHER_LAYER = {"prefix_layer": True, "layer_config": tiny_base().config}
+OF_QWEN3, OF_QWEN2 = ({"layer_config": tiny_base(kind).config} for kind in ("qwen3", "qwen2"))
 REFUSED = [  # fields of heads, a target, and what it has no place for
     (MedusaForCausalLM, {"num_layers": 2}, "medusa", "its one_block is False, ... True alone; use --to tgi or vllm."),
-    (
-        MedusaForCausalLM,
-        {"num_layers": 2, "share_lm_head": True},
-        "tgi",
-        "its shared_blocks is 2, ... 0 or 1 alone; ...",
-    ),
+    (MedusaForCausalLM, {"num_layers": 2, "share_lm_head": True}, "tgi", "its shared_blocks is 2, ... 0 or 1 alone..."),
     (HydraForCausalLM, {"num_layers": 3}, "hydra", "its one_block is False, ... True alone; train it otherwise."),
-    (
-        HydraForCausalLM,
-        {"share_lm_head": True},
-        "hydra",
-        "its share_lm_head is True, ... with share_lm_head False.",
-    ),
-    (HydraForCausalLM, {"prefix_layer": True, "layer_config": tiny_base().config}, "hydra", "its layer_config is ..."),
+    (HydraForCausalLM, {"share_lm_head": True}, "hydra", "its share_lm_head is True, ... train it with share_lm_he..."),
+    (HydraForCausalLM, OTHER_LAYER, "hydra", "its layer_config is ..."),
     (EagleForCausalLM, {"fc_bias": True}, "vllm", "fc has a bias, which vLLM drops without a word; let --fold-bias..."),
-    (
-        EagleForCausalLM,
-        {"feature_layers": [1, 2]},
-        "eagle",
-        "its feature_layers is [1, 2], ... [-1] alone; train...",
-    ),
-    (EagleForCausalLM, {"layer_config": tiny_base("qwen3").config}, "sglang", "its layer_model_type is 'qwen3', ..."),
-    (
-        EagleForCausalLM,
-        {"layer_config": tiny_base("qwen2").config},
-        "sglang",
-        "its biases_in_layers is True, ...",
-    ),
+    (EagleForCausalLM, {"feature_layers": [1, 2]}, "eagle", "its feature_layers is [1, 2], ... [-1] alone; train..."),
+    (EagleForCausalLM, OF_QWEN3, "sglang", "its layer_model_type is 'qwen3', ..."),
+    (EagleForCausalLM, OF_QWEN2, "sglang", "its biases_in_layers is True, ... alone; use --to eagle or vllm."),
 ]
 
 

@@ -96,6 +96,9 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
         assert torch.equal(found[name], tensor), name
 
 
+QUERIES, FC = "model.layers.2.self_attn.q_proj.weight", "model.layers.2.eh_proj.weight"
+
+
 @pytest.fixture
 def glm(tmp_path):
     return publish(modules_on("glm4_moe"), tmp_path / "base")
@@ -246,16 +249,21 @@ def test_a_base_that_never_had_modules_gets_fresh_ones_with_a_notice(tmp_path, c
         MtpForCausalLM.from_base(tmp_path, modules_from=tmp_path)
 
 
-@pytest.mark.parametrize("block", [(16, 8), (128, 128)])
-def test_fp8_is_unpacked_by_its_scales(block, glm):
-    name = "model.layers.2.self_attn.q_proj.weight"
-    wanted = load_file(glm / "second.safetensors")[name]
-    rows, columns = (-(-size // step) for size, step in zip(wanted.shape, block))
-    scales = torch.rand(rows, columns) + 0.5
-    steps = (min(block[0], 32), min(block[1], 32))
-    wide = scales.repeat_interleave(steps[0], 0)[:32].repeat_interleave(steps[1], 1)[:, :32]
+SCALES = {"of blocks": (2, 4), "a large block": (1, 1), "of all": (), "of rows": (32,)}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("form", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
+def test_weights_in_eight_bits_are_unpacked_by_their_scales(form, ending, glm):
+    wanted = load_file(glm / "second.safetensors")[QUERIES]
+    scales = torch.rand(form) + 0.5
+    wide = scales[:, None] if len(form) == 1 else scales
+    if len(form) == 2:
+        wide = wide.repeat_interleave(32 // form[0], 0).repeat_interleave(32 // form[1], 1)
     packed = (wanted / wide).to(torch.float8_e4m3fn)
-    edit(glm, lambda tensors: {**tensors, name: packed, f"{name}_scale_inv": scales})
+    inputs = {QUERIES.replace("weight", "input_scale"): torch.ones(())}
+    edit(glm, lambda tensors: {**tensors, QUERIES: packed, QUERIES + ending: scales, **inputs})
     found = MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.mtp[0].body.layer.self_attn.q_proj.weight
     torch.testing.assert_close(found, (packed.float() * wide).bfloat16().float())
 
@@ -317,20 +325,13 @@ def test_a_damaged_shard_is_one_line(glm):
 # What llama.cpp's converter calls the parts of a module; it stores norms as 1 + weight.
 LLAMA_CPP = {"fc": "nextn.eh_proj", "embedding_norm": "nextn.enorm", "hidden_norm": "nextn.hnorm"}
 LLAMA_CPP |= {"norm": "nextn.shared_head_norm"}
-LLAMA_CPP |= {
-    f"body.layer.{name}": part
-    for name, part in {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "post_attention_norm",
-        **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
-        **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
-        "self_attn.o_proj": "attn_output",
-        **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-        **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
-        "mlp.gate": "ffn_gate_inp",
-        "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    }.items()
-}
+OF_BLOCK = {"input_layernorm": "attn_norm", "post_attention_layernorm": "post_attention_norm"}
+OF_BLOCK |= {f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"}
+OF_BLOCK |= {"self_attn.o_proj": "attn_output", **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}}
+OF_BLOCK |= {"mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp"}
+for part in ("gate", "up", "down"):
+    OF_BLOCK |= {f"mlp.{part}_proj": f"ffn_{part}", f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp"}
+LLAMA_CPP |= {f"body.layer.{name}": part for name, part in OF_BLOCK.items()}
 
 
 def write_gguf_module(file: Path, model: MtpForCausalLM, architecture: str, **more: torch.Tensor) -> None:
@@ -449,28 +450,6 @@ def test_a_large_vocabulary_is_spoken_of_once(glm, caplog, monkeypatch):
     assert f"guess among all {VOCABULARY} tokens of the base" in caplog.text
 
 
-def in_eight_bits(tensor: torch.Tensor, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 numbers, and one scale for all of them or one for each of the first dimension."""
-    scale = tensor.abs().amax() / 400 if whole else tensor.abs().flatten(1).amax(1) / 400
-    wide = scale if whole else scale.view(-1, *[1] * (tensor.dim() - 1))
-    return (tensor / wide).to(torch.float8_e4m3fn), scale
-
-
-@pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
-@pytest.mark.parametrize("whole", [True, False], ids=["one scale", "one for each row"])
-def test_weights_in_eight_bits_are_unpacked_by_their_scales(glm, whole, ending):
-    def packed(tensors):
-        name = next(name for name in tensors if name.endswith("eh_proj.weight"))
-        numbers, scale = in_eight_bits(tensors[name], whole)
-        return tensors | {name: numbers, name + ending: scale, name.replace("weight", "input_scale"): torch.ones(())}
-
-    plain = MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.mtp[0].fc.weight
-    edit(glm, packed)
-    found = MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.mtp[0].fc.weight
-    assert not torch.equal(found, plain)
-    torch.testing.assert_close(found, plain, atol=0.05, rtol=0.1)
-
-
 @pytest.mark.parametrize("name", ["mtp.safetensors", "extra.bin"])
 def test_modules_in_a_file_that_the_index_leaves_out_are_read(glm, name):
     expected = MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.state_dict()
@@ -480,9 +459,6 @@ def test_modules_in_a_file_that_the_index_leaves_out_are_read(glm, name):
         MtpForCausalLM.from_base(glm)
     save_file(modules, glm / name) if name.endswith("safetensors") else torch.save(modules, glm / name)
     assert_same(MtpForCausalLM.from_base(glm, dtype=torch.float32).drafter.state_dict(), expected)
-
-
-QUERIES, FC = "model.layers.2.self_attn.q_proj.weight", "model.layers.2.eh_proj.weight"
 
 
 def in_type(dtype):
