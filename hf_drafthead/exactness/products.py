@@ -47,12 +47,23 @@ def times(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.T
     return rows @ weight if bias is None else torch.addmm(bias, rows, weight)
 
 
-def product(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product = functional.linear) -> torch.Tensor:
-    """`run` of inputs (..., K), a weight (N, K) or (K, N) and a bias (N,): (..., N)."""
-    device, count = weight.device, inputs.numel() // max(inputs.shape[-1], 1)
+def batched(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+    """One of two products that are taken at once; a weight may be the transpose of another."""
+    both = torch.stack([weight] * 2) if weight.is_contiguous() else torch.stack([weight.T] * 2).mT
+    return torch.bmm(torch.stack([rows] * 2), both)[1]
+
+
+def agreeing(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> Rows:
+    """Which numbers of rows (..., K) give a row the same bits, with a weight of this shape; tried once."""
+    device = weight.device
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     key = (weight.shape, weight.dtype, inputs.dtype, bias is None, run, torch.get_num_threads(), device, cast)
-    rows = TRIED.get(key) or TRIED.setdefault(key, _try(inputs, weight, bias, run))
+    return TRIED.get(key) or TRIED.setdefault(key, _try(inputs, weight, bias, run))
+
+
+def product(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product = functional.linear) -> torch.Tensor:
+    """`run` of inputs (..., K), a weight (N, K) or (K, N) and a bias (N,): (..., N)."""
+    count, rows = inputs.numel() // max(inputs.shape[-1], 1), agreeing(inputs, weight, bias, run)
     if (
         count <= rows.most
         and (inputs.dim() == 2 or run is functional.linear)
@@ -76,7 +87,7 @@ def _try(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) ->
     rows = torch.cat([half, half], dim=1)[:, : inputs.shape[-1]].contiguous()
     if weight.numel() < LARGEST:
         bias = None if bias is None else torch.zeros_like(bias)
-        weight = _cancelling(weight, run is times, generator)
+        weight = _cancelling(weight, run in (times, batched), generator)
     for whole in (size for size in WHOLE if size <= max(sizes)):
         of_all, turned = run(rows[:whole], weight, bias), rows[:whole].roll(whole // 3 + 1, 0)
         parts = {size: slice((whole - size) // 3, (whole - size) // 3 + size) for size in sizes if size <= whole}

@@ -67,16 +67,9 @@ def in_chunks(form: Callable[[slice, Text], torch.Tensor], kind: Mixer, state: t
 
 
 def delta_rule(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    query: Any, key: Any, value: Any, g: Any, beta: Any, initial_state: Any = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As transformers' functions: outputs (B, T, H, v) and, if asked for, the state (B, H, k, v)."""
     (rows, count, heads, wide), (key_heads, size) = value.shape, key.shape[2:]
     if initial_state is None:
@@ -94,17 +87,9 @@ def delta_rule(
 
 
 def chunk_scan(
-    hidden_states: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    chunk_size: int = 0,
-    initial_states: torch.Tensor | None = None,
-    return_final_states: bool = False,
-    z: torch.Tensor | None = None,
-    **more: Any,
-) -> Any:
+    hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int = 0, initial_states: Any = None,
+    return_final_states: bool = False, z: Any = None, **more: Any,
+) -> Any:  # fmt: skip
     """As `mamba_chunk_scan_combined`: (B, T, H, P), and the state (B, H, P, n) if asked for."""
     rows, count, heads, size = hidden_states.shape
     state = hidden_states.new_zeros(rows, heads, size, B.shape[-1]) if initial_states is None else initial_states
@@ -126,13 +111,7 @@ def scan_token(state: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return outputs
 
 
-def convolve_text(
-    hidden_states: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **_: Any,
-) -> torch.Tensor:
+def convolve_text(hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> torch.Tensor:
     """As `causal_conv1d_fn`: (B, C, T)."""
     line = nn.functional.pad(hidden_states, (weight.shape[-1] - 1, 0))
     windows = line.unfold(2, weight.shape[-1], 1)
@@ -140,12 +119,7 @@ def convolve_text(
 
 
 def convolve_token(
-    hidden_states: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    **_: Any,
+    hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any
 ) -> torch.Tensor:
     """As `causal_conv1d_update`: (B, C, T), and the last inputs (B, C, W) are others."""
     line = torch.cat([conv_state, hidden_states.to(conv_state.dtype)], dim=-1)

@@ -29,10 +29,10 @@ from hf_drafthead.exactness.modules import Inexact, named
 
 PROMPT, STEPS = 21, 7  # tokens of the text that are read at once, and one by one
 PADDING = 5  # in front of the text in a batch
+BLOCK = 8, 16  # keys of a block of attention, and of texts that have some
 TREES = ((0, 0, 0, 1, 2, 2, 4), (0, 0, 1, 0, 3, 3, 0, 4, 5, 4, 7, 9, 9, 2))  # parents of the nodes
 PATHS = ((0, 2, 4, 6), (0, 3, 5))  # the nodes that are the text
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-Places = list[tuple[int, int, int]]  # row, token of the forward, position in the text
 
 
 class Comparison:
@@ -40,7 +40,6 @@ class Comparison:
 
     def __init__(self, base: PreTrainedModel):
         self.first: dict[Any, int] = {}
-        self.places: Places = []
         self.calls: dict[str, int] = {}
         self.differs: str | None = None
         self.base, self.generator = base, torch.Generator().manual_seed(0)
@@ -69,19 +68,22 @@ class Comparison:
         if given.shape[:2] != self.shape or given.dim() != 3:
             return
         call = self.calls[name] = self.calls.get(name, 0) + 1
-        rows, tokens, positions = zip(*self.places)
-        bits = given[rows, tokens].flatten(1).contiguous().view(BITS[given.element_size()]).long()
+        bits = (
+            given[self.row]
+            .index_select(0, self.tokens.to(given.device))
+            .contiguous()
+            .view(BITS[given.element_size()])
+            .long()
+        )
         if (width := bits.shape[1]) not in self.weights:
             self.weights[width] = torch.randint(1 << 40, (width,), generator=self.generator).to(bits.device)
-        for position, found in zip(positions, (bits * self.weights[width]).sum(-1).tolist()):
+        for position, found in enumerate((bits * self.weights[width]).sum(-1).tolist(), self.start):
             if self.first.setdefault((name, call, position), found) != found:
                 self.differs = name
 
-    def run(
-        self, places: Places, shape: tuple[int, int], forward: Callable[..., Any], *args: Any, **inputs: Any
-    ) -> Any:
-        """A forward of n tokens in B rows, of which some are the text."""
-        self.places, self.shape, self.calls = places, shape, {}
+    def run(self, row: int, tokens: Any, start: int, shape: tuple[int, int], forward: Any, *args: Any, **inputs: Any):
+        """A forward of n tokens in B rows, of which some in a row are those of the text from `start` on."""
+        self.row, self.tokens, self.start, self.shape, self.calls = row, torch.tensor([*tokens]), start, shape, {}
         return forward(*args, **inputs)
 
 
@@ -99,22 +101,27 @@ def first_difference(base: PreTrainedModel) -> tuple[str, str] | None:
     ways: dict[str, Callable[[], None]] = {
         "token by token": lambda: _in_parts(base, comparison, tokens[0], (PROMPT, *[1] * STEPS)),
         "in one forward": lambda: _in_parts(base, comparison, tokens[0], (PROMPT + STEPS,)),
-        "in parts": lambda: _in_parts(base, comparison, tokens[0], (9, PROMPT - 9, 3, 1, STEPS - 4)),
+        "in parts": lambda: _in_parts(base, comparison, tokens[0], (9, PROMPT - 9, STEPS)),
         "in a batch": lambda: _in_a_batch(base, comparison, tokens),
     }
     with contextlib.suppress(Unsupported):  # a base that decodes by itself does so alone and in batches
         reader = probe(base, (-1,))
         ways["in trees"] = lambda: _in_trees(reader, comparison, tokens)
-    with comparison.looking():
-        for way, run in ways.items():
-            try:
-                run()
-            except Exception as error:
-                if isinstance(error, Inexact) or out_of_memory(error):
-                    raise
-                raise Inexact(f"it cannot be read {way} ({type(error).__name__}: {error})".splitlines()[0]) from error
-            if comparison.differs is not None:
-                return comparison.differs, way
+    block = attention.BLOCK.set(BLOCK)
+    try:
+        with comparison.looking():
+            for way, run in ways.items():
+                try:
+                    run()
+                except Exception as error:
+                    if isinstance(error, Inexact) or out_of_memory(error):
+                        raise
+                    why = f"{type(error).__name__}: {error}".splitlines()[0]
+                    raise Inexact(f"it cannot be read {way} ({why})") from error
+                if comparison.differs is not None:
+                    return comparison.differs, way
+    finally:
+        attention.BLOCK.reset(block)
     return None
 
 
@@ -127,11 +134,10 @@ def _in_parts(base: PreTrainedModel, comparison: Comparison, tokens: torch.Tenso
     """Read the text in forwards of so many tokens."""
     cache, start = DynamicCache(config=base.config), 0
     for count in parts:
-        places = [(0, token, start + token) for token in range(count)]
         positions = torch.arange(start, start + count, device=tokens.device)[None]
         attention.attended.clear()
         inputs = _arguments(base, cache, positions, None)
-        comparison.run(places, (1, count), base, tokens[None, start : start + count], **inputs)
+        comparison.run(0, range(count), start, (1, count), base, tokens[None, start : start + count], **inputs)
         start += count
     _check_attended(base, cache)
 
@@ -153,14 +159,15 @@ def _in_a_batch(base: PreTrainedModel, comparison: Comparison, tokens: torch.Ten
     """Read the text in the second of three rows of different lengths."""
     length = PROMPT + PADDING
     starts = torch.tensor([0, PADDING, PADDING + 9], device=tokens.device)[:, None]
-    order = torch.arange(length + 2, device=tokens.device)
+    order = torch.arange(length + 1, device=tokens.device)
     rows, mask = torch.stack([row.roll(int(start)) for row, start in zip(tokens[[1, 0, 2]], starts)]), order >= starts
     rows, positions = rows[:, : len(order)].where(mask, 0), (order - starts).clamp(min=0)
     cache, start = DynamicCache(config=base.config), 0
-    for stop in (length, *range(length + 1, len(order) + 1)):
-        places = [(1, token, start + token - PADDING) for token in range(max(PADDING - start, 0), stop - start)]
+    for stop in (length, length + 1):
+        of_text = range(max(PADDING - start, 0), stop - start)
         inputs = _arguments(base, cache, positions[:, start:stop], mask[:, :stop].long())
-        comparison.run(places, (3, stop - start), base, rows[:, start:stop], **inputs)
+        text = 1, of_text, start + of_text[0] - PADDING
+        comparison.run(*text, (3, stop - start), base, rows[:, start:stop], **inputs)
         start = stop
 
 
@@ -168,15 +175,14 @@ def _in_trees(reader: Any, comparison: Comparison, tokens: torch.Tensor) -> None
     """Read a prompt of two rows, and behind it in the first the text as a path in trees."""
     cache = reader.cache(2, capacity=16, nodes=3)
     inputs = {"input_ids": tokens[:2, :PROMPT], CACHE: cache, "use_cache": True}
-    comparison.run([(0, token, token) for token in range(PROMPT)], (2, PROMPT), reader, False, **inputs)
+    comparison.run(0, range(PROMPT), 0, (2, PROMPT), reader, False, **inputs)
     cache.count(PROMPT)
     start = PROMPT
     for parents, path in zip(TREES, PATHS):
         topology, nodes = Topology.of_numbers(parents, tokens.device), tokens[1:, : len(parents)].clone()
         nodes[0, list(path)] = tokens[0, start : start + len(path)]
-        places = [(0, node, start + depth) for depth, node in enumerate(path)]
         positions = cache.lengths[:, None].to(tokens.device) + topology.depths
-        comparison.run(places, (2, len(parents)), reader.nodes, nodes, topology, cache, positions, None)
+        comparison.run(0, path, start, (2, len(parents)), reader.nodes, nodes, topology, cache, positions, None)
         kept = torch.tensor([path, path], device=tokens.device)
         cache.keep(kept, torch.tensor([len(path), 1], device=tokens.device))
         start += len(path)

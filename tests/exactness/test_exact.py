@@ -5,6 +5,7 @@ import functools
 import os
 import pickle
 import random
+from contextvars import ContextVar
 
 import hypothesis
 import pytest
@@ -33,6 +34,12 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 ATTENDING = [kind for kind in KINDS if kind not in REFUSED]
 FEW_KINDS = ["llama-gqa", "gemma2", "gpt2", "qwen3.5", "granite-hybrid", "lfm2-moe"]
+
+
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Blocks of the past that are seen in short texts."""
+    monkeypatch.setattr(attention, "BLOCK", ContextVar("block", default=(8, 16)))  # in all threads
 
 
 @functools.cache
@@ -210,6 +217,7 @@ def keys_in_order(order: list[int], function, dtype=torch.float32) -> torch.Tens
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keys_in_another_order_give_other_bits_in_a_fused_attention_alone(dtype):
+    attention.BLOCK.set((128, 2048))  # these are the last keys
     order = torch.randperm(37, generator=torch.Generator().manual_seed(1)).tolist()
 
     def fused(module, query, keys, values, mask, scaling):
@@ -224,6 +232,7 @@ def test_keys_in_another_order_give_other_bits_in_a_fused_attention_alone(dtype)
 
 def test_sums_that_an_order_may_decide_are_computed_of_sorted_terms(monkeypatch):
     """Of a few values the plain sums in float64 have other bits in another order; the sorted ones of none."""
+    attention.BLOCK.set((128, 2048))
     monkeypatch.setattr(attention, "NEAR", 2.0**-32)
     computed = []
     sums = attention.sorted_sums
@@ -233,7 +242,7 @@ def test_sums_that_an_order_may_decide_are_computed_of_sorted_terms(monkeypatch)
     half = len(computed) // 2
     assert half > 5 and all(map(torch.equal, computed[:half], computed[half:]))
     result = torch.tensor([1 + 2.0**-24, 1 + 2.0**-24 + 2.0**-40, 1 + 2.0**-25], dtype=torch.float64)
-    assert attention.near(result, torch.tensor(2.0**-45)).tolist() == [True, False, False]
+    assert attention.near_middle(result, torch.tensor(2.0**-45)).tolist() == [True, False, False]
 
 
 def test_a_masked_key_and_a_node_that_sees_nothing(monkeypatch):
@@ -244,6 +253,52 @@ def test_a_masked_key_and_a_node_that_sees_nothing(monkeypatch):
         found, _ = order_free(module, value[:, :, :2], value, value, mask)
         alone, _ = order_free(module, value[:, :, :1], value[:, :, [2, 0]], value[:, :, [2, 0]], None)
         assert torch.equal(found[:, :1], alone) and not found[:, 1].any()
+
+
+def attend(parts, nodes, slots, seen, **how) -> torch.Tensor:
+    """Attention of some nodes of a text, a row each of (N, H, e), whose keys lie in these slots among others' keys."""
+    generator = torch.Generator().manual_seed(len(slots))
+    query, *stored = parts
+    length = seen.shape[1]
+    for at, part in enumerate(stored):
+        stored[at] = torch.randn(1, part.shape[1], length, part.shape[3], generator=generator).to(part.dtype)
+        stored[at][:, :, slots] = part[:, :, : len(slots)]
+        stored[at] = stored[at].transpose(1, 2).contiguous().transpose(1, 2) if len(slots) % 2 else stored[at]
+    return order_free(torch.nn.Module().eval(), query[:, :, nodes], *stored, seen[None, None], **how)[0][0]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"softcap": 2.0, "s_aux": torch.linspace(-2, 2, 6)}], ids=["plain", "cap and sinks"]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [4, 8, 128])
+def test_a_node_of_a_long_text_has_the_same_bits_wherever_its_keys_lie(block, dtype, how):
+    """Token by token; with holes between; in a window that begins within a block; as a path in a tree."""
+    attention.BLOCK.set((block, 2 * block))
+    generator, length = torch.Generator().manual_seed(0), 3 * block + 5
+    text = [torch.randn(1, heads, length, 16, generator=generator).to(DTYPES[dtype]) for heads in (6, 2, 2)]
+    order = torch.arange(length)
+    whole = attend(text, order, order, order <= order[:, None], **how)
+    for node in range(0, length, 1 + length // 20):
+        one = attend(text, [node], order[: node + 1], torch.ones(1, node + 1, dtype=torch.bool), **how)
+        assert torch.equal(one[0], whole[node])
+        slots = order[: node + 1] * 2 + order[: node + 1] // 7
+        seen = torch.zeros(1, int(slots[-1]) + 4, dtype=torch.bool).index_fill(1, slots, True)
+        assert torch.equal(attend(text, [node], slots, seen, **how)[0], whole[node])
+    window = block * 2 + 3
+    within = (order <= order[:, None]) & (order > order[:, None] - window)
+    late = order[-block:]
+    ends = attend(
+        [part[:, :, -window:] for part in text], [-1], order[:window], torch.ones(1, window, dtype=torch.bool), **how
+    )
+    assert torch.equal(attend(text, late, order, within[late], **how)[-1], ends[0])
+    for start in (2 * block - 2, 3 * block - 1, 3 * block):  # a path 0, 2, 4 of a tree of 9 nodes behind a hole
+        slots, path = torch.cat([order[:start], start + 6 + 2 * torch.arange(3)]), torch.arange(start, start + 3)
+        nodes = torch.tensor([start, 0, start + 1, 1, start + 2, 2, 3, 4, 5])
+        seen = torch.cat([torch.ones(9, start), torch.zeros(9, 6), torch.eye(9)], dim=1).bool()
+        for depth in range(3):
+            seen[2 * depth, start + 6 : start + 6 + 2 * depth : 2] = True
+        assert torch.equal(attend(text, nodes, slots, seen, **how)[[0, 2, 4]], whole[path])
 
 
 def uneven(rows: torch.Tensor, weight: torch.Tensor, bias=None) -> torch.Tensor:
