@@ -31,15 +31,18 @@ class Mixer(Protocol):
 
 
 class AcceptedPath(NamedTuple):
-    """Nodes to fold in: rows (B, 1), nodes (B, D) from the root down, counts (B,) how many of them."""
+    """Nodes to fold in: rows (B, 1), nodes (B, D) from the root down, counts (B,) how many, beyond (B, D) all others."""
 
     rows: torch.Tensor
     nodes: torch.Tensor
     counts: torch.Tensor
+    beyond: torch.Tensor
 
     @classmethod
     def of(cls, nodes: torch.Tensor, counts: torch.Tensor) -> AcceptedPath:
-        return cls(torch.arange(len(nodes), device=nodes.device)[:, None], nodes, counts.to(nodes.device))
+        counts, places = counts.to(nodes.device), torch.arange(nodes.shape[1], device=nodes.device)
+        rows = torch.arange(len(nodes), device=nodes.device)[:, None]
+        return cls(rows, nodes, counts, places >= counts[:, None])
 
     def to(self, device: torch.device) -> AcceptedPath:
         return AcceptedPath(*(part.to(device) for part in self))
@@ -52,8 +55,8 @@ class AcceptedPath(NamedTuple):
 
     def along(self, values: torch.Tensor) -> torch.Tensor:
         """What is on the paths (B, D, ...) of the nodes' values (B, N, ...); zero behind them, where NaN may be."""
-        beyond = torch.arange(self.nodes.shape[1], device=values.device) >= self.counts[:, None]
-        return values[self.rows, self.nodes].masked_fill(beyond.view(*beyond.shape, *[1] * (values.dim() - 2)), 0.0)
+        beyond = self.beyond.view(*self.beyond.shape, *[1] * (values.dim() - 2))
+        return values[self.rows, self.nodes].masked_fill(beyond, 0.0)
 
 
 class TreeTables:
