@@ -31,7 +31,7 @@ class Mixer(Protocol):
 
 
 class AcceptedPath(NamedTuple):
-    """Nodes to fold in: rows (B, 1), nodes (B, D) from the root down, counts (B,) how many, beyond (B, D) all others."""
+    """To fold in: rows (B, 1), nodes (B, D) from the root down, counts (B,) how many, beyond (B, D) all others."""
 
     rows: torch.Tensor
     nodes: torch.Tensor
