@@ -81,9 +81,7 @@ def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) ->
         return config.base_model_revision
     info, _ = find_base(base, None, token)
     commit = None if info is None else info.sha
-    if (
-        not recorded
-    ):  # the base of the training may have been a local copy; from now on the heads are loaded with this one
+    if not recorded:  # that of the training may have been a local copy; from now on the heads are loaded with this one
         fields = base_model.fetch_config(base, commit, token)
         base_model.refuse_unfit(fields, base, loaded=False)
         base_model.check_base(config, fields, base)

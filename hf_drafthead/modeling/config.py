@@ -84,7 +84,8 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
 
     def __init_subclass__(cls, *args: Any, **kwargs: Any) -> None:
         names = ("base_config", "layer_config", "draft_config")
-        cls.sub_configs = {name: AutoConfig for name in names if hasattr(cls, name)}
+        of_family = {name: AutoConfig for name in names if hasattr(cls, name)}
+        cls.sub_configs = {**of_family, **vars(cls).get("sub_configs", {})}
         super().__init_subclass__(*args, **kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
