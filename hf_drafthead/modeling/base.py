@@ -408,21 +408,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         """Always."""
         return True
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base.get_input_embeddings()
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.base.set_input_embeddings(value)
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.base.get_output_embeddings()
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.base.set_output_embeddings(new_embeddings)
-
-    def get_decoder(self) -> nn.Module:
-        return self.base.get_decoder()
-
     @property
     def base_model(self) -> nn.Module:
         """The base without its projection to the vocabulary, which losses that do without logits run by itself."""
@@ -493,18 +478,21 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if ordinary else tensor.dequantize()
 
 
-def _on_base(name: str) -> Any:
+def _on_base(name: str, base_of: Callable[[Any], Any]) -> Any:
     def method(model: DraftHeadPreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        return getattr(model._adapted_base(), name)(*args, **kwargs)
+        return getattr(base_of(model), name)(*args, **kwargs)
 
-    method.__doc__ = f"As in transformers: `{name}` of the base, in whose layers the adapters are."
+    method.__doc__ = f"As in transformers: `{name}` of the base."
     return method
 
 
-for _name in ("set_adapter", "enable_adapters", "disable_adapters", "active_adapters", "delete_adapter"):
-    setattr(DraftHeadPreTrainedModel, _name, _on_base(_name))
-for _name in ("get_adapter_state_dict", "enable_peft_hotswap"):
-    setattr(DraftHeadPreTrainedModel, _name, _on_base(_name))
+OF_ADAPTERS = ["set_adapter", "enable_adapters", "disable_adapters", "active_adapters", "delete_adapter"]
+OF_ADAPTERS += ["get_adapter_state_dict", "enable_peft_hotswap"]
+OF_EMBEDDINGS = [f"{verb}_{side}put_embeddings" for verb in ("get", "set") for side in ("in", "out")]
+for _name in OF_ADAPTERS:
+    setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, DraftHeadPreTrainedModel._adapted_base))
+for _name in (*OF_EMBEDDINGS, "get_decoder"):
+    setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, lambda model: model.base))
 
 
 def _hub_upload() -> Any:
