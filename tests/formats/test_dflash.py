@@ -98,32 +98,24 @@ def test_a_file_that_cannot_be_run_is_refused(changed, message, base, tmp_path):
         convert_checkpoint(load(Z_LAB).write(tmp_path / "theirs", **changed), base_model=base)
 
 
-@pytest.mark.parametrize(
-    "key, other",
-    [
-        ("prefix_gru.weight_ih_l0", "Domino"),
-        ("layers.0.self_attn.sinks", "attention sinks"),
-    ],
-)
+OTHERS = [
+    ("prefix_gru.weight_ih_l0", "is Domino"),
+    ("layers.0.self_attn.sinks", "is a block drafter with attention sinks"),
+]
+
+
+@pytest.mark.parametrize("key, other", OTHERS)
 def test_other_block_drafters_are_refused_by_name(key, other, base, tmp_path):
     folder = load(Z_LAB).write(tmp_path / "theirs")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, key: torch.zeros(2)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=f"is (a block drafter with )?{other}"):
+    with pytest.raises(ValueError, match=other):
         convert_checkpoint(folder, base_model=base)
 
 
 def test_a_causal_head_of_jetspec_is_a_field(base, tmp_path):
     folder = load(Z_LAB).write(tmp_path / "theirs", **{OWN: {**READ, "causal_head": True}})
     assert convert_checkpoint(folder, base_model=base).fields["causal_layers"] == [0, 1]
-
-
-def test_copies_that_are_not_the_base_s_are_refused(base, tmp_path):
-    folder = load(DEEPSPEC).write(tmp_path / "theirs")
-    tensors = load_file(folder / "model.safetensors")
-    save_file({**tensors, "embed_tokens.weight": tensors["embed_tokens.weight"] + 1}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match="that are not those of the base"):
-        convert_checkpoint(folder, base_model=base)
 
 
 LOST = {

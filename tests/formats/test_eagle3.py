@@ -1,9 +1,7 @@
 """EAGLE-3 heads: parity with the original code, what a layout leaves open, and what a target would run wrongly."""
 
 import json
-import re
-from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,18 +12,14 @@ from hf_drafthead import convert_checkpoint, export_checkpoint
 from hf_drafthead.modeling import Eagle3ForCausalLM
 from tests.bases import tiny_base
 from tests.families import Family
+from tests.formats.test_bad_input import refused as refused_as
 from tests.modeling.golden import FOLDER, drafted
 
 DATA = FOLDER / "eagle3"
 IDS = "eagle_aux_hidden_state_layer_ids"
 
 
-@contextmanager
-def refused(message):
-    with pytest.raises(ValueError) as caught:
-        yield
-    text = str(caught.value)
-    assert re.fullmatch(".*".join(map(re.escape, message.split("..."))), text), text
+refused = partial(refused_as, ValueError)
 
 
 @cache
@@ -346,31 +340,20 @@ def test_a_draft_vocabulary_out_of_order_is_written_in_order(base, tmp_path):
     assert torch.equal(tensors["lm_head.weight"][7], model.drafter.lm_head.weight[place])
 
 
-def as_nemo(tensors):
-    for name in list(tensors):
-        if name not in ("lm_head.weight", "d2t", "t2d"):
-            tensors[f"model.{name}"] = tensors.pop(name)
-
-
-def prefixed(*parts):
+def named(new):
     def change(tensors):
         for name in list(tensors):
-            tensors["".join(parts) + name] = tensors.pop(name)
+            tensors[new(name)] = tensors.pop(name)
 
     return change
 
 
-def compiled_inside(tensors):
-    for name in [name for name in tensors if name.startswith("layers.0.")]:
-        tensors[name.replace("layers.0.", "layers.0._orig_mod.")] = tensors.pop(name)
-
-
 NAMES = {
-    "NeMo AutoModel": as_nemo,
-    "DDP": prefixed("module."),
-    "torch.compile": prefixed("_orig_mod."),
-    "both": prefixed("module.", "_orig_mod."),
-    "a layer compiled alone": compiled_inside,
+    "NeMo AutoModel": named(lambda name: name if name in ("lm_head.weight", "d2t", "t2d") else f"model.{name}"),
+    "DDP": named("module.{}".format),
+    "torch.compile": named("_orig_mod.{}".format),
+    "both": named("module._orig_mod.{}".format),
+    "a layer compiled alone": named(lambda name: name.replace("layers.0.", "layers.0._orig_mod.")),
 }
 
 

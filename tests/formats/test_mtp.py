@@ -16,6 +16,7 @@ from hf_drafthead.modeling.base_model import auto_class
 from tests.base_table import DEEPSEEK, EXPERTS, GROUPS, LINEAR
 from tests.bases import SIZES, SPECIAL, VOCABULARY, tiny_base
 from tests.families import Family
+from tests.formats.test_round_trip import assert_same
 from tests.modeling.test_drafters import STEPS, chain, observed, text_and_features
 
 SLIDING = {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8}
@@ -88,12 +89,6 @@ def edit(folder: Path, change) -> None:
     index["weight_map"] |= dict.fromkeys(tensors, "second.safetensors")
     save_file(tensors, folder / "second.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
-    for name, tensor in wanted.items():
-        assert torch.equal(found[name], tensor), name
 
 
 QUERIES, FC = "model.layers.2.self_attn.q_proj.weight", "model.layers.2.eh_proj.weight"
