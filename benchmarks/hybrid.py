@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, PreTra
 from hf_drafthead import DraftTree
 from hf_drafthead.bases.probe import probe
 from hf_drafthead.bases.releases import CACHE
-from hf_drafthead.generation.decoding import with_room
+from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.prompt_lookup import LookupForCausalLM

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_drafthead import DraftHeadConfig, cli
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 from hf_drafthead.modeling import families
 
 ROOT = Path(__file__).parents[1]
@@ -220,7 +220,9 @@ def test_the_readme_promises_the_same_text_in_float32():
 
 def test_the_readme_s_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)  # `test_compiled` does, which takes long
+    monkeypatch.setattr(
+        programs, "compiled", lambda function, config: function
+    )  # `test_compiled` does, which takes long
     blocks = CODE.findall((ROOT / "README.md").read_text(encoding="utf-8"))
     offline = [block for block in blocks if "FasterDecoding/" not in block]
     assert len(blocks) == 2 and len(offline) == 1

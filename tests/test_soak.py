@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 from hf_drafthead.modeling import MedusaForCausalLM
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "soak.py"
@@ -23,7 +23,7 @@ def script():
 
 @pytest.mark.slow
 def test_a_short_soak_finds_no_difference_and_most_of_it_is_drafted(script, monkeypatch):
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)  # tracing is slow
+    monkeypatch.setattr(programs, "compiled", lambda function, config: function)  # tracing is slow
     monkeypatch.setattr(script, "CAPTURED", 0.3)
     report = script.soak(9, seed=3, families=["medusa", "hydra", "eagle"])
     assert report.differences == []

@@ -27,22 +27,6 @@ def parts(module: nn.Module) -> Iterator[nn.Module]:
             yield part
 
 
-def forwards(base: PreTrainedModel) -> Iterator[Hashable]:
-    """Of every module what runs when it is called, but for what libraries have put there; and which are trained."""
-    every_module = torch.nn.modules.module
-    yield from (*every_module._global_forward_hooks.values(), None, *every_module._global_forward_pre_hooks.values())
-    for module in parts(base):
-        forward = module.__dict__.get("forward")
-        if forward is None or hasattr(forward, "is_traced_once"):
-            forward = type(module).forward
-        yield forward
-        if module.training:  # a part alone, such as a dropout that is kept on
-            yield module
-        yield from called(module) if "layer_idx" in module.__dict__ else ()  # which may be replaced in a mixer's module
-        if module._forward_hooks or module._forward_pre_hooks:
-            yield from hooks_of(module)
-
-
 def changed_by_training(module: nn.Module) -> str | None:
     """What makes a model in training mode compute something else than in eval mode; None if nothing does.
 
@@ -63,14 +47,34 @@ def changed_by_training(module: nn.Module) -> str | None:
     return None
 
 
-def circumstances(base: PreTrainedModel) -> tuple[Hashable, ...]:
-    """What the answer of `probe` depends on and a user may change between two calls: forwards and hooks of all modules,
-    and what torch computes by where no guard of a compiler looks at it."""
-    device, backends = input_device(base).type, torch.backends.cuda
+def circumstances(base: PreTrainedModel) -> tuple[tuple[Hashable, ...], bool]:
+    """What the answer of `probe` depends on and a user may change between two calls: of every module what runs when it
+    is called, but for what libraries have put there, and whether it is trained; and what torch computes by where no
+    guard of a compiler looks at it. And whether hooks or forwards of the user's own may do something else next time."""
+    device, backends, every_module = input_device(base).type, torch.backends.cuda, torch.nn.modules.module
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     attention = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
     computed = (base.dtype, autocast, attention, backends.cudnn_sdp_enabled(), torch.get_float32_matmul_precision())
-    return base.config._attn_implementation, base.config._experts_implementation, *computed, *forwards(base)
+    seen: list[Hashable] = [base.config._attn_implementation, base.config._experts_implementation, *computed]
+    everywhere = (*every_module._global_forward_hooks.values(), *every_module._global_forward_pre_hooks.values())
+    seen += (*everywhere, None)
+    hooked = bool(everywhere)
+    for module in parts(base):
+        forward = module.__dict__.get("forward")
+        if forward is None or hasattr(forward, "is_traced_once"):
+            forward = type(module).forward
+        else:
+            hooked = hooked or not hasattr(module, "_hf_hook")
+        seen.append(forward)
+        if module.training:  # a part alone, such as a dropout that is kept on
+            seen.append(module)
+        if "layer_idx" in module.__dict__:  # functions that may be replaced in a mixer's module
+            seen += called(module)
+        if module._forward_hooks or module._forward_pre_hooks:
+            hooks = hooks_of(module)
+            hooked = hooked or bool(hooks)
+            seen += hooks
+    return tuple(seen), hooked
 
 
 def names_in_forward(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
@@ -93,15 +97,7 @@ def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
 
 def is_hooked(base: PreTrainedModel) -> bool:
     """Whether hooks or forwards of the user's own may do something else today than when the base was probed."""
-    every_module = torch.nn.modules.module
-    if every_module._global_forward_hooks or every_module._global_forward_pre_hooks:
-        return True
-    for module in parts(base):
-        forward = module.__dict__.get("forward")
-        replaced = forward is not None and not (hasattr(module, "_hf_hook") or hasattr(forward, "is_traced_once"))
-        if replaced or ((module._forward_hooks or module._forward_pre_hooks) and hooks_of(module)):
-            return True
-    return False
+    return circumstances(base)[1]
 
 
 def of_a_hook(error: Exception, base: PreTrainedModel, run: Callable[..., Any], *arguments: Any) -> bool:

@@ -10,18 +10,24 @@ from transformers import PreTrainedModel
 from hf_drafthead.bases.errors import Unsupported, out_of_memory
 from hf_drafthead.bases.generators import refusing_draws
 from hf_drafthead.bases.hooks import input_device, of_a_hook
-from hf_drafthead.bases.limits import STATELESS_TYPES, attention_windows
 from hf_drafthead.bases.mixers import UnknownMixer, mixers_of
 from hf_drafthead.bases.mixers.layer import Mixer
 from hf_drafthead.bases.output_layer import OutputLayer, probe_tokens, splits
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.releases import CACHE, DynamicCache, cache_argument, keep_picklable, untested
+from hf_drafthead.bases.releases import CACHE, DynamicCache, cache_argument, can_load, keep_picklable, untested
 from hf_drafthead.bases.topology import Topology
 
 # Largest difference between a node and a plain forward over its path, relative to the largest logit. Eager attention
 # takes its softmax in float32, whatever the dtype.
 PROBE_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4}
 PROBE_TOLERANCE_HALF = 5e-2
+
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+# What configs call layers that keep a state, or a state and keys, or nothing.
+STATELESS_TYPES = {"moe", "mlp"}  # for which some releases have a layer in the cache all the same
+STATE_TYPES = {"linear_attention", "conv", "mamba", "hybrid", *STATELESS_TYPES}
+# Fields of configs whose attention chooses keys by score: the nodes of a tree would compete with each other.
+CHOOSES_KEYS = ("index_topk", "index_topk_blocks")
 
 
 @torch.no_grad()
@@ -52,15 +58,13 @@ def _probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
 
 @torch.no_grad()
 def try_tree(reader: BaseReader, again: bool = False) -> None:
-    """Compare two sibling nodes with two plain forwards over their paths.
+    """Compare two sibling nodes with two plain forwards over their paths (Unsupported where they differ, or the base
+    crashes).
 
     Two rows, with the siblings swapped, for some models take the cache's memory to be laid out in a way that only holds
     for one. Where layers keep a state, also compare the token behind a commit, of other nodes in each row. Where a
     forward over a whole text is off, compare with decoding token by token, for some models attend both ways in the
     first forward of a text.
-
-    Raises:
-        Unsupported: the base crashes on a tree, or answers differently.
     """
     with refusing_draws(input_device(reader.base)):
         _try_tree(reader, again)
@@ -107,16 +111,43 @@ def _try_tree(reader: BaseReader, again: bool) -> None:
         raise Unsupported(f"the base does not honour tree masks ({said}){untested()}")
 
 
+def attention_windows(config, states: bool = False) -> dict[str, int | None]:
+    """The attention window of each layer type of a text config; states: whether layers may keep a state instead.
+
+    Raises:
+        Unsupported: a layer type whose mask is not known here.
+    """
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    if states:
+        beside = {"full_attention"} if "hybrid" in kinds else set()  # these attend as well
+        attend = (kinds & KNOWN_LAYER_TYPES) | beside
+        if not kinds - STATE_TYPES - KNOWN_LAYER_TYPES and not attend:
+            return {}
+        kinds = (kinds - STATE_TYPES) | beside
+    if unknown := sorted(kinds - KNOWN_LAYER_TYPES):
+        raise Unsupported(f"the base has layers of type {', '.join(unknown)}")
+    if chooses := [name for name in CHOOSES_KEYS if getattr(config, name, None) is not None]:
+        raise Unsupported(f"the base's attention chooses keys by score ({', '.join(chooses)})")
+    if getattr(config, "attention_chunk_size", None) is not None and "chunked_attention" not in kinds:
+        raise Unsupported("the base attends in chunks")
+    if not kinds:
+        return {"full_attention": window}
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(kinds)}
+
+
 def _mixers(base: PreTrainedModel, config) -> dict[int, tuple[Mixer, int]]:
     """The mixers of a base's layers that keep a state, and how many states each has.
 
     Raises:
         Unsupported: one of them has no tree form.
     """
-    layers, kinds = DynamicCache(config=config).layers, dict(enumerate(getattr(config, "layer_types", None) or ()))
+    prepared, kinds = DynamicCache(config=config), dict(enumerate(getattr(config, "layer_types", None) or ()))
+    if not can_load(prepared):
+        raise Unsupported(f"a cache of type {type(prepared).__name__} cannot be compacted")
     states = {
         number: layer.number_of_states
-        for number, layer in enumerate(layers)
+        for number, layer in enumerate(prepared.layers)
         if hasattr(layer, "conv_states") and kinds.get(number) not in STATELESS_TYPES
     }
     try:

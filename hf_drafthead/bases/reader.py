@@ -9,6 +9,7 @@ Shapes: B rows, N nodes, T positions of a text, R = 1 or B, H hidden, F feature 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,17 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_drafthead.bases.mixers.layer import Mixer, TreeTables
-from hf_drafthead.bases.ordinary_caches import WrittenKeys, key_layers
 from hf_drafthead.bases.output_layer import OutputLayer, splits
-from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable, with_cache, writing_layers
+from hf_drafthead.bases.releases import (
+    CACHE,
+    CacheLayerMixin,
+    DynamicCache,
+    PreTrainedConfig,
+    cache_argument,
+    keep_picklable,
+    with_cache,
+    writing_layers,
+)
 from hf_drafthead.bases.slots import SlotCache, padded
 from hf_drafthead.bases.topology import Topology
 
@@ -66,12 +75,14 @@ class BaseReader:
     cache_name: str = field(init=False)  # that the forward has for it
     states: tuple[int, ...] = field(init=False)  # of `reads`, the layers whose hidden states are read
     keys: list[int] = field(init=False)  # and those whose keys and values are
+    vocabulary: int = field(init=False)  # V
 
     def __post_init__(self) -> None:
         module, kinds = self.output.decoder if self.split else self.base, kinds_of(self.reads)
         config = self.base.config.get_text_config(decoder=True)
         object.__setattr__(self, "cache_name", cache_argument(module.forward) or CACHE)
         object.__setattr__(self, "states", tuple(layer for layer in self.reads if isinstance(layer, int)))
+        object.__setattr__(self, "vocabulary", int(config.vocab_size))
         object.__setattr__(self, "keys", key_layers(config, kinds) if kinds else [])
 
     @classmethod
@@ -84,14 +95,19 @@ class BaseReader:
 
     def cache(self, batch_size: int, capacity: int, nodes: int) -> SlotCache:
         """An empty cache of this base."""
-        layers = writing_layers(self.base.config.get_text_config(decoder=True))
-        return SlotCache(batch_size, layers, capacity, nodes, self.mixers)
+        return SlotCache(batch_size, self.layers, capacity, nodes, self.mixers)
+
+    @functools.cached_property
+    def layers(self) -> int:
+        """How many layers write to a cache."""
+        return writing_layers(self.base.config.get_text_config(decoder=True))
 
     def __call__(self, last_only: bool, **inputs) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits (B, 1 or length, V) and features (B, length, F*H) of a forward with the base's own arguments."""
         inputs.pop("logits_to_keep", None)
         reading = self.read(with_cache(self.cache_name, inputs))
-        return self.logits(reading.scores[:, -1:] if last_only else reading.scores), reading.features
+        scores = reading.scores[:, -1:] if last_only else reading.scores
+        return self.output.logits(scores) if self.split else scores, reading.features
 
     def read_texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
         """Read whole texts (B, T), padded where the mask (B, T) is 0."""
@@ -145,11 +161,6 @@ class BaseReader:
         past = (cache.between(layer, cache.nodes, cache.nodes + count) for layer in self.keys)
         return torch.cat([append_keys(nothing, past), features], dim=1)
 
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return int(self.base.config.get_text_config(decoder=True).vocab_size)
-
     def rewrite(
         self,
         tokens: torch.Tensor,
@@ -197,16 +208,10 @@ class BaseReader:
         positions: torch.Tensor,
         visible: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One forward over the nodes of a step: logits (B, N, V) and features (B, N, F*H).
+        """One forward over the nodes (B, N) of a step, node 0 the root: logits (B, N, V) and features (B, N, F*H).
 
-        A root alone behind rows of one length is a plain step of the base.
-
-        Args:
-            tokens: (B, N), node 0 the root.
-            topology: how the nodes hang together.
-            cache: the past; the nodes' states are written before it.
-            positions: (B, N) position ids.
-            visible: (B, S) bool, which past slots hold no padding; None = all.
+        Their position ids are (B, N); `visible` (B, S): which past slots hold no padding, None for all. Their states
+        are written before the past. A root alone behind rows of one length is a plain step of the base.
         """
         if tokens.shape[1] == 1 and cache.even and (cache.rows == 1 or not self.mixers):  # rows that ended stand still
             cache.append()
@@ -244,6 +249,33 @@ class BaseReader:
 def kinds_of(reads: tuple[int | str, ...]) -> list[str]:
     """Of what a drafter reads, the types of attention whose keys and values it reads."""
     return [read for read in reads if isinstance(read, str)]
+
+
+def key_layers(config: PreTrainedConfig, kinds: Iterable[str]) -> list[int]:
+    """Of each type of attention the last layer that writes keys; the last of all where a base has none of the type."""
+    last, layers = {}, DynamicCache(config=config).layers[: writing_layers(config)]
+    for number, layer in enumerate(layers):
+        if isinstance(layer, CacheLayerMixin):
+            last["sliding_attention" if layer.is_sliding else "full_attention"] = number
+    return [last.get(kind, max(last.values())) for kind in kinds] if last else []
+
+
+class WrittenKeys(DynamicCache):
+    """In the place of a cache of a forward over whole texts: it keeps what is written, of some layers alone."""
+
+    def __init__(self, config: PreTrainedConfig, layers: Iterable[int]):
+        super().__init__(config=config)
+        self.held: dict[int, Any] = dict.fromkeys(layers)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        if layer_idx in self.held:
+            self.held[layer_idx] = key_states, value_states
+        return key_states, value_states
+
+    def written(self, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SlotCache.written`."""
+        keys, values = self.held[layer]
+        return keys, values
 
 
 def append_keys(features: torch.Tensor, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -68,8 +68,6 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation import (
@@ -143,16 +141,15 @@ COMPUTES_WITHOUT_KEYS |= {SCANS, SCANS_ONE}
 WRITES_INPUTS, WRITES_STATE = "update_conv_state", "update_recurrent_state"  # of a cache
 
 
-def longest_of(criteria_list: Iterable[Any]) -> int | None:
-    """The longest length that stopping criteria allow; None where none asks for one."""
-    lengths = [each.max_length for each in criteria_list if isinstance(each, criteria.MaxLengthCriteria)]
-    return math.ceil(min(lengths)) if lengths else None
-
-
-def ends_of(criteria_list: Iterable[Any]) -> list[int]:
-    """The tokens that end a row."""
-    ends = [each.eos_token_id.flatten() for each in criteria_list if isinstance(each, criteria.EosTokenCriteria)]
-    return sorted({token for tokens in ends for token in tokens.tolist()})
+def limits_of(criteria_list: Iterable[Any]) -> tuple[int | None, list[int]]:
+    """The longest length that stopping criteria allow, None where none asks for one; and the tokens that end a row."""
+    lengths, ends = [], set[int]()
+    for each in criteria_list:
+        if isinstance(each, criteria.MaxLengthCriteria):
+            lengths.append(each.max_length)
+        elif isinstance(each, criteria.EosTokenCriteria):
+            ends.update(each.eos_token_id.flatten().tolist())
+    return math.ceil(min(lengths)) if lengths else None, sorted(ends)
 
 
 def temperature_of(processor_list: Iterable[Any]) -> float:
@@ -219,23 +216,19 @@ def holds_nothing(layer: CacheLayerMixin) -> bool:
 
 
 def can_load(past: Cache) -> bool:
-    """Whether `SlotCache.load` understands this cache: plain or sliding dynamic layers, nothing offloaded.
-
-    A static cache that the base prepared for this call has nothing in it yet, and is only filled at the end.
-    """
+    """Whether `SlotCache.load` understands this cache: plain or sliding dynamic layers, nothing offloaded."""
     if past.offloading:
         return False
     states = [layer for layer in past.layers if isinstance(layer, LinearAttentionLayer)]
     if len(states) == len(past.layers) and not any(isinstance(layer, CacheLayerMixin) for layer in states):
         if any(any(layer.has_previous_state.values()) for layer in states):
             return False  # of how many positions none knows
-    prepared = not getattr(past, "_is_user_defined", False)
-    classes = (DynamicLayer, DynamicSlidingWindowLayer, *((StaticLayer, StaticSlidingWindowLayer) if prepared else ()))
-    return all(holds_nothing(layer) or _keeps(layer, classes) for layer in past.layers)
+    return all(holds_nothing(layer) or _keeps(layer) for layer in past.layers)
 
 
-def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin, classes: tuple[type, ...]) -> bool:
-    """Whether a layer keeps keys as one of the classes does, or a state, or both."""
+def _keeps(layer: CacheLayerMixin | LinearAttentionCacheLayerMixin) -> bool:
+    """Whether a layer keeps keys that grow, of a window or of all positions, or a state, or both."""
+    classes = (DynamicLayer, DynamicSlidingWindowLayer)
     if not isinstance(layer, LinearAttentionLayer):
         return type(layer) in classes
     if layer.record_past:
@@ -268,16 +261,10 @@ def writing_layers(config: PreTrainedConfig) -> int:
 
 
 def check_length(config, longest: int, nodes: int = 0) -> None:
-    """Refuse lengths at which the base computes positions in another way than at shorter ones.
+    """Refuse lengths at which the base computes positions in another way than at shorter ones (Unsupported).
 
-    Args:
-        config: text config of the base.
-        longest: most positions that the text and a tree behind it can have.
-        nodes: of the tree.
-
-    Raises:
-        Unsupported: the base's rotary scaling looks at the sequence length and `longest` reaches beyond it; or
-            attention is divided into chunks, scaled or thinned out from a position on, which the nodes may reach.
+    Its rotary scaling looks at the sequence length, and `longest` positions of the text and a tree behind it reach
+    beyond it; or attention is divided into chunks, scaled or thinned out from a position on, which the nodes may reach.
     """
     keeps = getattr(config, "keep_window_size", None)  # of Doge: from there on it keeps the keys of the highest scores
     if keeps is not None and longest + nodes > keeps:
@@ -304,6 +291,14 @@ def position_table(config) -> int | None:
     return getattr(config, "max_position_embeddings", None)
 
 
+def table_of_positions(base: Any) -> int | None:
+    """How many positions a base has that embeds them by a table; None for others, which go on behind their window."""
+    positions = position_table(base.config.get_text_config(decoder=True))
+    tables = {module for module in base.modules() if isinstance(module, nn.Embedding)} - {base.get_input_embeddings()}
+    sizes = range(positions or 0, (positions or 0) + 3)  # OPT's begins with two that stand for none
+    return positions if any(table.num_embeddings in sizes for table in tables) else None
+
+
 def mask_length(config: GenerationConfig, mask: torch.Tensor | None) -> int | None:
     """Positions of the prompt and of the past that a call's mask (B, length) tells of; None where nothing does.
 
@@ -317,10 +312,8 @@ def prompt_inputs(
 ) -> dict[str, Any]:
     """The base's own arguments for the prompt; where a cache holds its beginning, only for the rest.
 
-    As in transformers, `input_ids` may be the whole text or only its new part; the attention mask tells which.
-
-    Args:
-        inputs: of a call, without the cache.
+    As in transformers, `input_ids` may be the whole text or only its new part; the attention mask tells which. `inputs`
+    are those of a call, without the cache.
     """
     past_length, rest = past.get_seq_length(), None
     if inputs.get("inputs_embeds") is not None:
@@ -367,15 +360,11 @@ class PromptInputs:
 def next_inputs(
     base: PreTrainedModel, text: torch.Tensor, outputs: Any, inputs: dict[str, Any], new_tokens: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The base's own arguments for the step behind another, as `generate` makes them.
+    """The base's own arguments for the step behind another, as `generate` makes them, and the inputs of the call behind
+    it.
 
-    Args:
-        text: (B, P + new_tokens) with the tokens of this step.
-        outputs, inputs: of the prompt, or of the step before; the inputs as this function returned them.
-        new_tokens: of this step.
-
-    Returns:
-        The arguments, and the inputs of the call behind this step.
+    The text (B, P + new_tokens) ends with the tokens of this step; outputs and inputs are of the prompt, or of the step
+    before, the inputs as this function returned them.
     """
     later = base._update_model_kwargs_for_generation(outputs, dict(inputs), num_new_tokens=new_tokens)
     return base.prepare_inputs_for_generation(text, next_sequence_length=new_tokens, **later), later

@@ -1,6 +1,7 @@
 """The one cache of the package: keys and values of a verified past, row by row, and of the nodes of one step.
 
-Every layer, of the base or of a drafter, holds `nodes` slots for the step and behind them `capacity` for the past:
+Every layer, of the base or of a drafter, holds `nodes` slots for the step and behind them `capacity` for the past, to
+all of which a step attends: shapes change where the capacity does, which is kept near to the text (`Runner.fit`).
 
     slot      0 ........ nodes | nodes + 0, + 1, ...
     holds     the step's nodes | the row's past, position by position
@@ -27,32 +28,26 @@ from hf_drafthead.bases.releases import Cache, CacheLayerMixin, LinearAttentionL
 # devices differ between layers, a block may stay partly unused: at most so many keys or values of layers in one block.
 MOST_TENSORS = 64
 SLOTS = 64  # for the nodes, in caches of fixed shapes: a multiple of this
-BUCKET = 64  # past positions that a GPU attends to: a multiple of this, for it plans anew for every other length
+BUCKET = 64  # past positions in a GPU's cache: a multiple of this, for it plans anew for every other length
 ALIGNED = 8  # numbers in a row of a GPU's mask: a multiple of this, else attention copies the mask in every layer
-ROOM = 1024  # positions by which the memory grows at most, unless more is needed at once
+ROOM = 128  # positions that are taken at first, and by which memory grows at most, unless more is needed at once
 
 
 class SlotCache(Cache):
     """Keys and values of the verified past and of the nodes of one step.
 
     The memory is a list of blocks (X, B, S, E): the heads of the keys and values of many layers side by side, or, for a
-    compiler, of one layer's keys or values alone.
+    compiler (`apart`), of one layer's keys or values alone.
 
     Args:
-        batch_size: B.
-        num_layers: layers that write here.
-        capacity: past positions to hold at first.
-        nodes: nodes of one step to hold at first.
+        batch_size, num_layers: B, and how many layers write here.
+        capacity, nodes: past positions, and nodes of one step, to hold at first.
         mixers: by the number of a layer that keeps a state, how it folds tokens in, and how many states it has.
 
     Attributes:
-        lengths: (B,) past positions of each row, on the device where attention is computed.
-        extent: past slots that attention looks at; no row is longer.
-        fixed: nothing grows by itself and every slot is attended to, so that all shapes stay the same.
-        blocks: the memory.
-        apart: every layer's keys and values are a block of their own (`split`).
-        recurrent: the layers that keep a state.
-        tree: of the nodes that a forward runs over, for these layers; None behind it.
+        lengths: (B,) past positions of each row, on the device where attention is computed; extent: no row is longer.
+        fixed: programs run here: nothing grows by itself, and no number is looked at on the host.
+        tree: of the nodes that a forward runs over, for layers that keep a state; None behind it.
     """
 
     def __init__(
@@ -81,28 +76,16 @@ class SlotCache(Cache):
         )
         self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
 
-    @property
-    def seen_extent(self) -> int:
-        """Past slots that a step attends to."""
-        if self.fixed:
-            return self.slots - self.nodes
-        return self.extent if self.lengths.device.type == "cpu" else rounded_up(self.extent, BUCKET)
-
     def mask(
         self, ancestors: torch.Tensor, depths: torch.Tensor, dtype: torch.dtype, window: int | None = None, visible=None
     ) -> torch.Tensor:
         """The additive mask (B, 1, n, M + S) of a step over its nodes and S past slots, for the base and for drafters.
 
-        A node sees its ancestors and its row's past. Eager attention would add a boolean mask as 0 and 1.
-
-        Args:
-            ancestors: (R, n, M) which nodes each sees, itself included, in the order of the slots.
-            depths: (R, n) of the nodes.
-            dtype: of the attention.
-            window: positions that a sliding layer sees, by the distance in the text and not in slots; None = all.
-            visible: (B, S') which of the first S' past slots hold no padding; None = all.
+        A node sees its ancestors (R, n, M), itself included, and its row's past; where a `window` slides by the
+        distance in the text, of depths (R, n), and not in slots. `visible` (B, S'): which of the first S' past slots
+        hold no padding. Eager attention would add a boolean mask as 0 and 1.
         """
-        past, slots = self.lengths[:, None], torch.arange(self.seen_extent, device=self.lengths.device)
+        past, slots = self.lengths[:, None], torch.arange(self.slots - self.nodes, device=self.lengths.device)
         behind = slots < past if visible is None else (slots < past) & padded(visible, len(slots))  # (B, S)
         above, behind = ancestors.expand(self.rows, -1, -1), behind[:, None].expand(-1, ancestors.shape[1], -1)
         if window is not None:
@@ -114,7 +97,7 @@ class SlotCache(Cache):
 
     @property
     def slots(self) -> int:
-        """S: the nodes' slots and the past's; read off the memory, of which a compiler knows that it may grow."""
+        """S: read off the memory, of which a compiler knows that it may grow."""
         written = next((layer for layer in self.layers if layer.is_initialized), None)
         return self.nodes + self.capacity if written is None else written.keys.shape[2]
 
@@ -139,38 +122,37 @@ class SlotCache(Cache):
             self.extent = self._longest(self.extent + length)
 
     def place(self, count: int, again: bool = False) -> int:
-        """The next forward writes `count` nodes, in front of those of this step (`again`) or in place of the last's.
-
-        Returns M, the nodes written after it.
-        """
+        """The next forward writes `count` nodes, before those of this step (`again`) or in their place; M after it."""
         before = self.placed if again and self.placed is not None else 0
         self.placed = before + count
-        if not self.fixed:
-            self.reserve(self.seen_extent, self.placed)
+        if self.placed > self.nodes:
+            self.reserve(self.capacity, self.placed)
         return self.placed
 
     def keep(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
-        """Move nodes of the step behind each row's past. A single one that was appended is there already.
+        """Move nodes (B, m) of the step, of which the first `counts` (B,) become past, behind each row's past.
 
-        Of the nodes (B, m), in the order in which they were placed at once, the first `counts` (B,) become past. All
-        are moved: what lies beyond is not seen, and is written over by the next ones.
+        All are moved: what lies beyond is not seen, and is written over by the next ones. A single node that was
+        appended is there already.
         """
-        m = nodes.shape[1]
+        m, on_host = nodes.shape[1], not self.fixed and self.lengths.device.type == "cpu"  # else the host would wait
         if self.placed is not None:
             if self.recurrent:
                 self._fold(nodes, counts)
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
             source = self.nodes - self.placed + nodes
-            if self.rows == 1 and not self.fixed and self.lengths.device.type == "cpu":  # else the host would wait
+            if self.rows == 1 and on_host:
                 first = self.nodes + int(self.lengths)
                 for block in self.blocks:  # fewer operations than `_move`
                     block[:, 0, first : first + m] = block[:, 0].index_select(1, source[0].to(block.device))
             else:
                 (self._move_apart if self.apart else self._move)(source)
         self.lengths.add_(counts.to(self.lengths.device))
-        if not self.fixed:  # a program must not look at a number that differs from call to call
-            self.extent = self._longest(self.extent + m)
+        if on_host:
+            self.extent = int(self.lengths.max())
+        elif not self.fixed:  # a program must not look at a number that differs from call to call
+            self.extent += m
 
     def _fold(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
         """Fold nodes into the states of layers without keys."""
@@ -257,9 +239,7 @@ class SlotCache(Cache):
 
     def past(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The past keys and values (B, H, S, E) of a layer, S as much as a step attends to."""
-        if not self.fixed:
-            self.reserve(self.seen_extent, self.nodes)
-        return self.between(layer, self.nodes, self.nodes + self.seen_extent)
+        return self.between(layer, self.nodes, self.slots)
 
     def between(self, layer: int, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values in some slots."""
@@ -404,13 +384,14 @@ class SlotLayer(CacheLayerMixin):
             end: int | None = write + length
         else:
             first = write = cache.nodes - cache.placed
-            end = None if cache.fixed else cache.nodes + cache.seen_extent
+            end = None
         self.keys[..., write : write + length, :] = key_states
         self.values[..., write : write + length, :] = value_states
         return self.keys[..., first:end, :], self.values[..., first:end, :]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.cache.extent + query_length, 0
+        cache = self.cache
+        return cache.extent + query_length if cache.placed is None else cache.placed + cache.slots - cache.nodes, 0
 
     def get_seq_length(self) -> int:
         return self.cache.extent
@@ -439,10 +420,10 @@ class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
 def within(
     window: int, depths: torch.Tensor, above: torch.Tensor, behind: torch.Tensor, distance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What nodes at depths (R, n) see of the nodes (B, n, M) and of the past (B, n, S) within a window.
+    """What nodes at depths (R, n) see of the nodes (B, n, M) and of the past (B, n, S), at a distance (B, S) from the
+    root.
 
-    A past slot lies at a distance (B, S), below 0, from the root. Where M is more than n, the nodes are a tree that is
-    no deeper than the window.
+    Where M is more than n, the nodes are a tree that is no deeper than the window.
     """
     if depths.shape[1] == above.shape[2]:
         above = above & (depths[:, :, None] - depths[:, None, :] < window)

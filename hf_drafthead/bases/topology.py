@@ -36,11 +36,8 @@ class Topology(NamedTuple):
 
     @classmethod
     def of(cls, parents: torch.Tensor, depths: torch.Tensor, deepest: int) -> Topology:
-        """The topology of every row's own tree, without waiting for the device.
-
-        Args:
-            parents, depths: (B, N), node 0 the root, which is its own parent.
-            deepest: D - 1, levels below the root.
+        """The topology of every row's own tree, whose parents and depths are (B, N), without waiting for the device; D
+        - 1 is `deepest`.
         """
         line = [torch.arange(parents.shape[1], device=parents.device).expand_as(parents)]
         for _ in range(deepest):

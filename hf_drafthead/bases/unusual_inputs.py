@@ -28,11 +28,8 @@ def read_and_try(
 ) -> tuple[torch.Tensor, torch.Tensor, BaseReader]:
     """Read a prompt with unusual inputs by a forward of the base's own, and try whether a tree can stand behind it.
 
-    Returns:
-        logits at the last position, features at all of them (B, T, F*H), and how the steps read the base.
-
-    Raises:
-        Unsupported: the base crashes, or answers differently.
+    Returns logits at the last position, features at all of them (B, T, F*H), and how the steps read the base. Raises
+    Unsupported where the base crashes, or answers differently.
     """
     with refusing_draws(reader.base.device):
         return _read_and_try(reader, prompt, cache)
@@ -72,13 +69,12 @@ def _read_and_try(
 def _try_steps(
     reader: BaseReader, prompt: PromptInputs, cache: SlotCache, outputs: Any
 ) -> tuple[BaseReader, str | None]:
-    """Compare two sibling nodes with the base's own steps over their paths.
+    """Compare two sibling nodes with the base's own steps over their paths: how the steps read the base, and by how
+    much
+    they are off, if they are.
 
     The nodes are given what the base itself would hand to a later step. All is behind the past of the cache, which
     stays as it is.
-
-    Returns:
-        how the steps read the base, and by how much they are off, if they are.
     """
     base, extent, lengths, inputs = reader.base, cache.extent, cache.lengths, {**prompt.call, CACHE: cache}
     tokens = probe_tokens(base)[-3:].to(prompt.input_ids.device).expand(len(lengths), -1)  # (B, 3) root, left, right

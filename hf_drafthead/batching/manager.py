@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from hf_drafthead.bases.limits import table_of_positions
-from hf_drafthead.bases.releases import GenerationOutput
-from hf_drafthead.batching.requests import Request, config_value, with_config
+from hf_drafthead.bases.releases import GenerationOutput, table_of_positions
+from hf_drafthead.batching.requests import Request, config_value
 from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.batching.worker import Worker
@@ -79,7 +78,8 @@ class Manager:
         self.warmed_up = False
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.tracker = RequestTracker(most_waiting or 0)
-        texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0)
+        looks_up = lookup_answers or lookup_texts is not None
+        texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0) if looks_up else None
         plans = Plans(model, generation_config, asked, wanted, draft_tree, texts)
         answers = texts if lookup_answers else None
         self.scheduler = Scheduler(model, self.tracker, plans, longest_pause, answers)
@@ -192,7 +192,9 @@ class Manager:
             raise ValueError(
                 "num_return_sequences: a request is one text; give it to generate_batch, or in the manager's config."
             )
-        settings = {**with_config(settings.pop("generation_config", None) or self.generation_config), **settings}
+        if (config := settings.pop("generation_config", None) or self.generation_config) is not None:
+            # that of transformers' server turns the cache off
+            settings = {"generation_config": config, "use_cache": True, **settings}
         settings["num_return_sequences"] = 1
         settings.setdefault("tokenizer", self.tokenizer)
         if shared := {name for name in SHARED if settings.get(name) is not None}:

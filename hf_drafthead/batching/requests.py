@@ -1,4 +1,4 @@
-"""Requests: what was asked, how far it is, and how it is begun, or decoded alone where it cannot share a batch."""
+"""Requests: what was asked, how far it is, how it is begun, or decoded alone where it cannot share a batch; counts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.releases import CACHE, GenerationOutput, RequestStatus, with_cache
-from hf_drafthead.generation.entry import Asked, begin
+from hf_drafthead.generation.entry import Asked, BesideOthers, begin
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
-from hf_drafthead.generation.prompt import BesideOthers
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
 from hf_drafthead.generation.state import Member
 
+SHARE = 0.05  # of the newest request in the mean time to the first token
 # Objects of the user's, which may draw from the process's generators when they are asked.
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
@@ -27,15 +27,9 @@ OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", 
 class Request:
     """One request, which belongs to the thread that decodes once it was added.
 
-    Args:
-        request_id: as its results name it.
-        prompt: P token ids.
-        settings: arguments of the model's `generate`, `generation_config` among them.
-        random: its numbers; None where it draws none.
-        number: counts requests in the order in which they came.
-        streaming: give a result after every step.
-        record_timestamps: note when each token came.
-        keeps_logprobs: note the log probability of each token, after the processors.
+    settings: arguments of the model's `generate`, `generation_config` among them; random: its numbers, None where it
+        draws none; number: in the order in which they came; streaming: give a result after every step;
+        record_timestamps, keeps_logprobs: note when each token came, and its log probability after the processors.
     """
 
     request_id: str
@@ -96,12 +90,17 @@ class Request:
         return any(self.settings.get(name) for name in OBJECTS)
 
 
-def arguments_of(request: Request) -> tuple[dict[str, Any], Any]:
-    """What `generate` is given for a request, but the streamer, and that."""
-    settings = dict(request.settings)
+def arguments_of(request: Request, device: torch.device) -> tuple[torch.Tensor, dict[str, Any], Any]:
+    """What `generate` is given for a request: the prompt (1, P); its settings; the streamer.
+
+    A mask of ones says that the prompt holds no padding: without one transformers takes pad tokens for that, and some
+    chat templates end every turn with one.
+    """
+    tokens = torch.tensor([request.prompt], device=device)
+    settings = {"attention_mask": torch.ones_like(tokens), **request.settings}
     if request.keeps_logprobs:
         settings |= {"output_scores": True, "return_dict_in_generate": True}
-    return settings, settings.pop("streamer", None)
+    return tokens, settings, settings.pop("streamer", None)
 
 
 def begin_request(model: Any, request: Request, plan: DraftPlan, device: torch.device, others: BesideOthers) -> Member:
@@ -111,10 +110,9 @@ def begin_request(model: Any, request: Request, plan: DraftPlan, device: torch.d
         Unsupported: it cannot share a batch.
         Exception: whatever is wrong with it.
     """
-    settings, streamer = arguments_of(request)
+    tokens, settings, streamer = arguments_of(request, device)
     if settings.pop("custom_generate", None) is not None:
         raise Unsupported("custom_generate is given")
-    tokens, settings = prompt_of(request, settings, device)
     config, settings = model._merged_config(settings.pop("generation_config", None), with_cache(CACHE, settings))
     acceptance = DraftSettings.from_config(config).acceptance
     if acceptance != "exact" and config.do_sample:
@@ -127,15 +125,6 @@ def begin_request(model: Any, request: Request, plan: DraftPlan, device: torch.d
     new = member.state.rows.sequences[0, len(request.prompt) : member.state.lengths[0]]
     request.take(new.tolist(), member.rules.scores)
     return member
-
-
-def prompt_of(request: Request, settings: dict[str, Any], device: torch.device) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The prompt (1, P) of a request, and its settings with a mask of ones, for it holds no padding.
-
-    Without a mask transformers takes pad tokens for padding, and some chat templates end every turn with one.
-    """
-    tokens = torch.tensor([request.prompt], device=device)
-    return tokens, {"attention_mask": torch.ones_like(tokens), **settings}
 
 
 class Follows(StoppingCriteria):
@@ -157,12 +146,11 @@ def decode_by_itself(
     model: Any, request: Request, device: torch.device, deliver: Callable[[Request], None], sampled: bool
 ) -> None:
     """Decode a request that cannot share a batch, as those with beams or an assistant, by a call of its own."""
-    settings, streamer = arguments_of(request)
+    tokens, settings, streamer = arguments_of(request, device)
     follows = Follows(request, deliver)
     settings["stopping_criteria"] = StoppingCriteriaList([*(settings.get("stopping_criteria") or []), follows])
     draws = request.random is not None and (sampled or request.objects)
     with request.random.lent(at_once=sampled) if draws and request.random else contextlib.nullcontext():
-        tokens, settings = prompt_of(request, settings, device)
         output = model.generate(tokens, streamer=streamer, **settings)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     rest = sequences[0, len(request.prompt) + len(request.tokens) :].tolist()
@@ -181,8 +169,54 @@ def config_value(name: str, *places: Any) -> Any:
     return None
 
 
-def with_config(config: GenerationConfig | None) -> dict[str, Any]:
-    """The arguments that a generation config stands for; that of transformers' server turns the cache off."""
-    if config is None:
-        return {}
-    return {"generation_config": config, "use_cache": True}
+class Metrics:
+    """Counts since the manager was made, and means."""
+
+    def __init__(self) -> None:
+        self.finished = self.failed = self.cancelled = self.steps = self.rows = self.tokens = 0
+        self.drafted = self.accepted = 0  # of requests that have ended
+        self.first_token = 0.0  # seconds
+        self.started = 0.0
+        self.began = 0
+
+    def first(self, request: Request) -> None:
+        """A request has its first token."""
+        now = time.perf_counter()
+        self.started = self.started or now
+        self.tokens += len(request.tokens)
+        seconds = now - request.created
+        self.first_token += (seconds - self.first_token) * (SHARE if self.began else 1.0)
+        self.began += 1
+
+    def step(self, rows: int, tokens: int) -> None:
+        """A step of so many rows has given so many tokens."""
+        self.steps += 1
+        self.rows += rows
+        self.tokens += tokens
+
+    def end(self, request: Request) -> None:
+        """A request has its last result."""
+        if request.status == RequestStatus.FINISHED:
+            self.finished += 1
+        elif request.cancelled:
+            self.cancelled += 1
+        else:
+            self.failed += 1
+        self.drafted, self.accepted = self.drafted + request.drafted, self.accepted + request.accepted
+
+    def values(self) -> dict[str, float]:
+        """As JSON takes it."""
+        seconds = time.perf_counter() - self.started if self.started else 0.0
+        return {
+            "finished": self.finished,
+            "failed": self.failed,
+            "cancelled": self.cancelled,
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "tokens_per_step": round((self.tokens - self.began) / self.steps, 3) if self.steps else 0.0,
+            "tokens_per_step_and_request": round((self.tokens - self.began) / self.rows, 3) if self.rows else 0.0,
+            "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,
+            "seconds_to_first_token": round(self.first_token, 4),
+        }

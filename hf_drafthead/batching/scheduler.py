@@ -11,16 +11,14 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.errors import DoesNotFit, Unsupported, out_of_memory
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.releases import RequestStatus
-from hf_drafthead.batching.metrics import Metrics
-from hf_drafthead.batching.requests import Request, begin_request, config_value, decode_by_itself
+from hf_drafthead.batching.requests import Metrics, Request, begin_request, config_value, decode_by_itself
 from hf_drafthead.batching.tracker import RequestTracker
-from hf_drafthead.generation.batch import TRAINED, Batch, chooser, is_short
-from hf_drafthead.generation.decoding import with_room
+from hf_drafthead.generation.batch import Batch, chooser, refuse_training, with_room
+from hf_drafthead.generation.entry import BesideOthers
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
-from hf_drafthead.generation.prompt import BesideOthers
 from hf_drafthead.generation.state import DecodingState, Member
 from hf_drafthead.generation.tree import ROOT_ALONE, Tree
 from hf_drafthead.trees.rows import Plans
@@ -36,8 +34,6 @@ class Scheduler:
     """Lets the requests of a tracker join a batch, takes its steps, and ends requests.
 
     Args:
-        model: with draft heads.
-        tracker: of the requests.
         plans: how steps draft.
         longest_pause: see `Manager`.
         answers: where texts are put that were answered, to be copied from; None: nowhere.
@@ -80,7 +76,8 @@ class Scheduler:
         does the one whose turn it is. Others go on.
         """
         try:
-            self._end_cancelled()
+            if self.tracker.cancelling:
+                self._end_cancelled()
             self._fill()
             if self.batch is not None and self.batch.running:
                 self._step(self.batch)
@@ -168,8 +165,7 @@ class Scheduler:
 
     def _begin(self, batch: Batch | None, request: Request) -> None:
         try:
-            if self.model.base.training:
-                raise RuntimeError(TRAINED)
+            refuse_training(self.model.base)
             try:
                 if batch is None:
                     raise Unsupported("the base does not draft")
@@ -235,9 +231,10 @@ class Scheduler:
     # ---- steps
 
     def _step(self, batch: Batch) -> None:
-        self._end_those_without_positions(batch)
-        if not batch.running:
-            return
+        if batch.positions is not None:
+            self._end_those_without_positions(batch, batch.positions)
+            if not batch.running:
+                return
         try:
             batch.check_base()
             (record,) = batch.step()
@@ -263,17 +260,15 @@ class Scheduler:
         if self.metrics.steps % LOGGED_EVERY == 0:
             logger.info(f"{self.counts()}")
 
-    def _end_those_without_positions(self, batch: Batch) -> None:
+    def _end_those_without_positions(self, batch: Batch, positions: int) -> None:
         """End requests that have come to the end of the base's table of positions, which would raise for all."""
-        leaving = []
-        for row, member in enumerate(batch.members):
-            if member is not None and batch.positions is not None and batch.state is not None:
-                if batch.state.lengths[row] > batch.positions:
-                    member.error = IndexError(
-                        f"the text has reached the end of the base's {batch.positions} positions: ask for fewer tokens."
-                    )
-                    leaving.append(row)
-        self._leave(batch, leaving)
+        assert batch.state is not None
+        ends = [member for member in batch.running if batch.state.lengths[member.rows.start] > positions]
+        for member in ends:
+            member.error = IndexError(
+                f"the text has reached the end of the base's {positions} positions: ask for fewer tokens."
+            )
+        self._leave(batch, [member.rows.start for member in ends])
 
     def counts(self) -> dict[str, float]:
         """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
@@ -281,17 +276,18 @@ class Scheduler:
 
     def _failed(self, batch: Batch, error: BaseException) -> None:
         """After a step that has raised: with fewer rows where memory was short, else none of them can go on."""
-        if is_short(error) and len(batch.running) > 1:
+        short = isinstance(error, DoesNotFit) or out_of_memory(error)
+        if short and len(batch.running) > 1:
             try:
                 self.aside.extendleft(reversed(batch.halve()))
                 self.slots = batch.slots
                 return
             except BaseException as another:
-                error = another
+                error, short = another, False
         members = batch.running
         batch.close()
         for member in members:
-            member.error = (is_short(error) and error.__cause__) or error
+            member.error = (short and error.__cause__) or error
             self._close(member)
 
     def _recover(self, error: BaseException) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,11 @@ WAIT = 10.0  # seconds for which a thread waits where the queue is full, as tran
 class RequestTracker:
     """Requests from the moment they are asked for until their last result is taken.
 
-    Args:
-        most_waiting: requests that may wait at once; 0: any number.
-
     Attributes:
         changed: the lock, and what tells threads that something is new.
-        waiting: those that were not begun; known: by id, those that wait or run.
-        results, handlers: what nobody has taken yet, with the number of its request, and who takes the results of a
+        waiting: those that were not begun, at most `most_waiting`, 0 for any number; known: by id, those that wait or
+            run. results, handlers: what nobody has taken yet, with the number of its request, and who takes the results
+            of a
             request as they come.
         closed: why no further request is taken, in one line; None while they are.
     """
@@ -42,18 +41,15 @@ class RequestTracker:
         self.results: deque[tuple[int, GenerationOutput]] = deque()
         self.handlers: dict[str, tuple[Callable[[GenerationOutput], None], Any]] = {}
         self.closed: str | None = None
+        self.cancelling = False  # since the scheduler has looked
         self.added = 0
 
     def put(self, request: Request, request_id: str | None, prepare: Callable[[], None]) -> str:
-        """Let a request wait for its turn; returns its id.
+        """Let a request wait for its turn; returns its id, a number where none is given.
 
         Where the queue is full the thread waits for a place in it, `WAIT` seconds at most. One in which an event loop
-        runs does not, for its other clients would wait as well.
-
-        Args:
-            request: that is new.
-            request_id: None for a number.
-            prepare: is called once the request is sure to be taken, in the order of the requests.
+        runs does not, for its other clients would wait as well. `prepare` is called once the request is sure to be
+        taken, in the order of the requests.
 
         Raises:
             ValueError: the id is that of a request that is not finished.
@@ -61,7 +57,17 @@ class RequestTracker:
             queue.Full: too many requests wait already.
         """
         with self.changed:
-            self._wait_for_room()
+            if self.most_waiting and len(self.waiting) >= self.most_waiting and self.closed is None:
+                self.changed.wait_for(
+                    lambda: len(self.waiting) < self.most_waiting or self.closed is not None,
+                    0.0 if in_event_loop() else WAIT,
+                )
+            if self.closed is not None:
+                raise RuntimeError(self.closed)
+            if self.most_waiting and len(self.waiting) >= self.most_waiting:
+                raise queue.Full(
+                    f"{len(self.waiting)} requests wait, and max_queue_size is {self.most_waiting}: ask again later."
+                )
             if request_id is None:
                 numbers = (f"req_{number}" for number in itertools.count(self.added))
                 request_id = next(name for name in numbers if name not in self.known)
@@ -74,23 +80,6 @@ class RequestTracker:
             self.waiting.append(request)
             self.changed.notify_all()
         return request_id
-
-    def _wait_for_room(self) -> None:
-        """Until the queue has room; with the lock."""
-        self._refuse_if_closed()
-        if not self.most_waiting:
-            return
-        patience = 0.0 if in_event_loop() else WAIT
-        free = self.changed.wait_for(lambda: len(self.waiting) < self.most_waiting or self.closed is not None, patience)
-        self._refuse_if_closed()
-        if not free:
-            raise queue.Full(
-                f"{len(self.waiting)} requests wait, and max_queue_size is {self.most_waiting}: ask again later."
-            )
-
-    def _refuse_if_closed(self) -> None:
-        if self.closed is not None:
-            raise RuntimeError(self.closed)
 
     def refuse(self, request_id: str | None) -> None:
         """Forget the handler of a request that was not taken; that of another one of this id stays."""
@@ -111,7 +100,7 @@ class RequestTracker:
         """Mark a request as cancelled; an unknown id is ignored."""
         with self.changed:
             if (request := self.known.get(request_id)) is not None:
-                request.cancelled = True
+                request.cancelled = self.cancelling = True
                 self.changed.notify_all()
 
     def next(self) -> Request | None:
@@ -126,6 +115,7 @@ class RequestTracker:
     def take_cancelled(self) -> list[Request]:
         """Those that were cancelled while they waited, and do not wait any more."""
         with self.changed:
+            self.cancelling = False
             gone = [request for request in self.waiting if request.cancelled]
             for request in gone:
                 self.waiting.remove(request)
@@ -152,23 +142,19 @@ class RequestTracker:
         self, request_id: str | None, timeout: float | None, may_come: Callable[[], bool]
     ) -> GenerationOutput | None:
         """The next result, or the next of one request; None after `timeout` seconds, or where none may come."""
-
-        def place() -> int | None:
-            newest = None if request_id is None else self._newest(request_id)
-            wanted = (at for at, (number, _) in enumerate(self.results) if newest in (None, number))
-            return None if request_id is not None and newest is None else next(wanted, None)
-
-        def is_over() -> bool:
-            return not may_come() or not (request_id is None or request_id in self.known)
-
+        end = None if timeout is None else time.monotonic() + timeout
         with self.changed:
-            self.changed.wait_for(lambda: place() is not None or is_over(), timeout)
-            at = place()
-            if at is None:
-                return None
-            _, result = self.results[at]
-            del self.results[at]
-            return result
+            while True:
+                newest = None if request_id is None else self._newest(request_id)
+                for at, (number, result) in enumerate(self.results):
+                    if newest == number or request_id is None:
+                        del self.results[at]
+                        return result
+                left = None if end is None else end - time.monotonic()
+                is_over = not may_come() or not (request_id is None or request_id in self.known)
+                if is_over or (left is not None and left <= 0):
+                    return None
+                self.changed.wait(left)
 
     def _newest(self, request_id: str) -> int | None:
         """The number of the newest request of an id: of the one that is not finished, else of untaken results."""

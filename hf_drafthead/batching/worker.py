@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_drafthead.batching.scheduler import Scheduler
 from hf_drafthead.batching.tracker import RequestTracker
-from hf_drafthead.generation.decoding import with_room
+from hf_drafthead.generation.batch import with_room
 
 logger = logging.get_logger(__name__)
 
@@ -38,14 +38,8 @@ if hasattr(os, "register_at_fork"):
 
 
 class Worker:
-    """Runs a scheduler in a thread of its own.
-
-    Args:
-        tracker: whose lock guards everything here.
-        scheduler: what is run.
-
-    Attributes:
-        status: `fatal_error` is what the thread has died of, else None.
+    """Runs a scheduler in a thread of its own; the tracker's lock guards everything here. `status.fatal_error`: of the
+    thread.
     """
 
     def __init__(self, tracker: RequestTracker, scheduler: Scheduler):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
 
 from hf_drafthead.data.texts import frame, one_line
 from hf_drafthead.evaluation.questions import Question, need_template, text_of
-from hf_drafthead.generation.decoding import with_room
+from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.rank_paths import PAD, TOKENS_ALONE, left_padded
 

@@ -4,9 +4,9 @@ import torch
 
 from hf_drafthead.bases.probe import probe
 from hf_drafthead.bases.releases import CACHE
+from hf_drafthead.generation.entry import prompt_for_drafter
 from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
-from hf_drafthead.generation.prompt import prompt_for_drafter
 from hf_drafthead.generation.state import DraftHeadGenerateOutput, Guesses, StepRecord
 from hf_drafthead.generation.tree import DraftTree, published_trees
 

@@ -34,11 +34,8 @@ def walk_on_device(
 ) -> Walk:
     """The walk of all rows at once, where nothing but scores, length and EOS decide.
 
-    Args:
-        choice, valid: (B, N) the base's choice at every node, and whether it could choose there: no NaN stands there.
-        candidates: the nodes.
-        rows, limits: which rows have ended, and where others must.
-        reach: (B,) see `step.deepest`.
+    At every node `choice` (B, N) is the base's, `valid` (B, N) whether no NaN stands there; reach (B,): see
+    `step.deepest`.
     """
     tokens, topology = candidates.tokens, candidates.topology
     batch = tokens.shape[0]
@@ -76,9 +73,7 @@ def walk_on_host(
 
     Args:
         logits: (B, N, V) of the base at every node.
-        candidates: the nodes.
         state: of the call, whose sequences have room for D more tokens in every row.
-        rules: chooses tokens and says which rows end.
         preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
     """
@@ -183,13 +178,7 @@ def preferred_choices(
     reach: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What typical acceptance or rejection emit at a node, -1 for the base's own choice, (B, N); and whether the base's
-    probabilities there are numbers, (B, N).
-
-    Args:
-        settings, rules, state: of the call, whose acceptance is not the exact one.
-        tree: of the step.
-        logits: (B, N, V) of the base at every node.
-        candidates, reach: see `walk_on_device`.
+    probabilities there are numbers, (B, N). Arguments as in `walk_on_host` and `walk_on_device`.
     """
     tokens, topology = candidates.tokens, candidates.topology
     sequences = state.rows.sequences.to(rules.device)
@@ -211,13 +200,9 @@ def typical_choices(
 ) -> torch.Tensor:
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.2): NOT the base's distribution, but longer steps.
 
-    A node is accepted if p(token) > min(threshold, alpha * exp(-entropy)) at its parent; of the longest accepted paths
-    the likeliest is taken, and the token after it is the base's greedy choice.
-
-    Args:
-        probabilities: (B, N, V) of the base at every node, after the processors.
-        candidates, reach: see `walk_on_device`.
-        threshold, alpha: epsilon and delta, in probability.
+    A node is accepted if p(token) > min(threshold, alpha * exp(-entropy)) at its parent, with the base's probabilities
+    (B, N, V) after the processors; of the longest accepted paths the likeliest is taken, and the token after it is the
+    base's greedy choice.
 
     Returns:
         (B, N): at every node of the accepted path the token of the next one, elsewhere -1.
@@ -260,11 +245,8 @@ def rejection_choices(
     leaf, the token is drawn from what is left of p.
 
     Args:
-        probabilities: p (B, N, V) of the base at every node, after the processors.
-        drawn_from: q (B, N, V) from which the children of a node were drawn; the first of them has the lowest number.
-        candidates: the nodes.
-        chance: (B, N) uniform on [0, 1), one for each node.
-        noise: (B, V) exponential, for the last token.
+        probabilities, drawn_from: p and q (B, N, V) at every node; of its children the first drawn has the lowest
+        number. chance: (B, N) uniform on [0, 1), one for each node. noise: (B, V) exponential, for the last token.
 
     Returns:
         (B, N): at every node of the accepted path the token that follows it, elsewhere -1. A CPU passes by the nodes

@@ -1,4 +1,4 @@
-"""One batch: the calls in it, their state, and the step of all of them.
+"""One batch: the calls in it, their state, and the step of all of them; and the loop of one call (`decode`).
 
 `generate` makes a batch of one call, whose rows begin together (`of_one`). A manager makes one of many calls of one row
 each, which were prefilled alone, join between two steps, and leave when they end. Steps that are eager run over the
@@ -10,37 +10,60 @@ Shapes: B rows, N nodes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers.utils import logging
 
-from hf_drafthead.bases.errors import DoesNotFit, out_of_memory
-from hf_drafthead.bases.hooks import parts
-from hf_drafthead.bases.limits import table_of_positions
+from hf_drafthead.bases.hooks import changed_by_training, parts
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.generation.lookup import matches
-from hf_drafthead.generation.rows import Axes, alone, axes_of, make_room, put, select, vacate
+from hf_drafthead.bases.releases import CACHE, table_of_positions
+from hf_drafthead.generation.lookup import accepted_copies, matches
+from hf_drafthead.generation.rows import Axes, alone, axes_of, put, select, vacate
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import DecodingState, Member, Outcome, StepRecord
-from hf_drafthead.generation.step import Step
+from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Member, Outcome, StepRecord
+from hf_drafthead.generation.step import now
 from hf_drafthead.generation.tree import ROOT_ALONE, LookupTree, Tree, copies_alone
 
 logger = logging.get_logger(__name__)
+P = ParamSpec("P")
+T = TypeVar("T")
 
-TRAINED = "the model is in training mode, in which dropout changes texts: train it within pause(), then call eval()."
 ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of a layer that has some
 LEAST_SHARED = 32  # tokens of a prompt that are copied from another row; fewer are read as soon
 
+FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
+
+
+def with_room(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that it and what it calls have 256 KiB for their frames in one block.
+
+    CPython keeps frames in blocks of 16 KiB. A call whose frame does not fit into the rest of a block takes a new one
+    from the operating system, and gives it back when it returns: where a block happens to end between the loop of
+    decoding and the functions that it calls, up to 200 times in a step of the bundled Medusa, 26 in a captured one.
+
+    >>> with_room(max)(1, 2)
+    2
+    """
+
+    @functools.wraps(function)
+    def roomy(*args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
+    roomy.__code__ = roomy.__code__.replace(co_stacksize=FRAME_WORDS)  # type: ignore[attr-defined]
+    return roomy
+
 
 def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | None:
-    """What says which tree the next step takes, the call's or the root alone; None where that is always the call's.
+    """What says which tree the next step takes, the plan's or the root alone; None where that is always the plan's.
 
     The root alone is taken while a switch pauses, and on a CPU, where each node costs, where copies from the text are
     all that is guessed and no row has a match. Only tokens decide.
@@ -66,6 +89,15 @@ def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | 
     return choose
 
 
+def refuse_training(base: Any) -> None:
+    """Refuse a base in training mode that computes something else than in eval mode."""
+    if base.training and (changed := changed_by_training(base)):
+        raise RuntimeError(
+            f"the model is in training mode, which changes what it computes ({changed}): train it within pause(), then "
+            "call eval()."
+        )
+
+
 class Batch:
     """Calls that are decoded together.
 
@@ -75,13 +107,12 @@ class Batch:
         plan_of: how steps of so many running rows draft.
         largest: the plan of the largest tree.
         execution: how steps run.
-        slots: rows at most.
+        slots: rows at most; fewer once memory was short.
         shared: whether others may join.
         timed: whether the stages of eager steps are timed.
 
     Attributes:
         members: by row, None where nobody is; a call of g rows stands there g times.
-        slots: as given, fewer once memory was short.
     """
 
     def __init__(
@@ -109,27 +140,14 @@ class Batch:
         """The batch of one call, which no other joins."""
         if member.reader.more:  # of this call alone, and a program is for all
             execution = Execution("eager")
-        count, plan = len(member.rows), member.plan
+        count, plan, state = len(member.rows), member.plan, member.state
+        assert state is not None
         batch = cls(model, member.reader, lambda rows: plan, plan, execution, count, shared=False, timed=timed)
-        assert member.state is not None
         batch.members += [member] * count
-        choose = chooser(plan, member.state.rows.lengths.device.type == "cpu")
-        batch._begin(member.state, choose)
+        always = plan.switch is None and not isinstance(plan.tree, LookupTree)
+        choose = None if always else chooser(plan, state.rows.lengths.device.type == "cpu")
+        batch.state, batch.runner = state, Runner(batch, state, choose)
         return batch
-
-    def _begin(self, first: DecodingState, choose: Callable[[DecodingState], Tree] | None) -> None:
-        """Make the steps of a batch from the state of the first call."""
-        make = functools.partial(
-            Step,
-            self.reader,
-            self.drafter,
-            device=first.rows.lengths.device,
-            plan=self.largest,
-            shared=self.shared,
-            timed=self.timed and self.execution.name == "eager",
-        )
-        of_model = self.model, self.reader, self.execution, make, self.largest.tree
-        self.state, self.runner = first, Runner(*of_model, first, self.members, choose, self.shared)
 
     @property
     def running(self) -> list[Member]:
@@ -144,19 +162,19 @@ class Batch:
     @torch.no_grad()
     def join(self, member: Member, others: int = 0) -> None:
         """Give a call of one row a slot; its state is copied there. Rows for `others` to come are made at once."""
-        member_state, state = member.state, self.state
-        assert member_state is not None and self.has_room
-        self._settle()
+        joins, state = member.state, self.state
+        assert joins is not None and self.has_room
         if state is None or self.runner is None:
             rows = 1 if self.execution.name == "eager" else self.slots
             self.members[:] = [None] * rows
-            self._begin(member_state, self._tree)
+            self.state, self.runner = joins, Runner(self, joins, self._tree)
             if rows > 1:
-                select(member_state, [0] * rows, self._axes)
+                select(joins, [0] * rows, self._axes)
                 for row in range(1, rows):
-                    vacate(member_state, row)
+                    vacate(joins, row)
             row = 0
         else:
+            self._settle()
             if None not in self.members:
                 rows = len(self.members)
                 more = min(1 + others, self.slots - rows)
@@ -164,22 +182,12 @@ class Batch:
                 self.members += [None] * more
                 for row in range(rows, rows + more):
                     vacate(state, row)
-            row = self.members.index(None)
-            if state.rows.cache.fixed and member_state.lengths[0] > min(cache.capacity for cache in state.caches):
-                self.runner._leave_fixed(state)
-            if not state.rows.cache.fixed:
-                make_room(state, member_state, 0)
-            ends = state.limits.eos.shape
-            put(state, row, member_state, self._axes)
+            row, ends = self.members.index(None), state.limits.eos.shape
+            self.runner.fit(state, self.runner.tree.max_depth + 1, joins.lengths[0])
+            put(state, row, joins, self._axes)
             if state.limits.eos.shape != ends:
                 self.runner.recorded.clear()
-        self._place(row, member)
-        member.state = None
-
-    def _place(self, row: int, member: Member | None) -> None:
-        self.members[row] = member
-        if member is not None:
-            member.rows = range(row, row + 1)
+        self.members[row], member.rows, member.state = member, range(row, row + 1), None
 
     @functools.cached_property
     def _axes(self) -> Axes:
@@ -200,14 +208,14 @@ class Batch:
         return plan.tree if choose is None else choose(state)
 
     def check_base(self) -> None:
-        """See that the base is where, and of what dtype, the keys of those that run are, and in eval mode.
+        """See that the base is where, and of what dtype, the keys of those that run are, and computes as in eval mode.
 
         Raises:
             RuntimeError: it was moved, or is trained.
         """
-        if self.model.base.training:
-            raise RuntimeError(TRAINED)
-        if (now := (self.model.base.dtype, self.model.base.device)) != self.placed:
+        base = self.model.base
+        refuse_training(base)
+        if (now := (base.dtype, base.device)) != self.placed:
             before, after = (f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in (self.placed, now))
             raise RuntimeError(
                 f"the model was moved from {before} to {after} while it served: requests that ran are lost; stop() the "
@@ -217,17 +225,14 @@ class Batch:
     def _settle(self) -> None:
         """Let the drafter observe what waits for it, before rows change."""
         if self.state is not None and self.state.pending and self.runner is not None:
-            self.runner._observe(next(iter(self.runner.steps.values())), self.state)
+            self.runner.observe(self.state)
 
     @torch.no_grad()
     def step(self) -> list[StepRecord]:
         """Take one step: the records of those whose outcome is known by then.
 
-        Members whose own rules have raised have an `error`; they stand still.
-
-        Raises:
-            DoesNotFit: there is no memory for so many rows; all are as they were.
-            Exception: whatever the base raises, in which case nothing can go on.
+        Members whose own rules have raised have an `error`; they stand still. Raises DoesNotFit where there is no
+        memory for so many rows, which are as they were, and whatever the base raises, in which case nothing can go on.
         """
         assert self.state is not None and self.runner is not None
         self.launched.append(self.runner.step(self.state))
@@ -280,10 +285,12 @@ class Batch:
             return
         self._settle()
         for row in rows:
-            self._place(row, None)
-            vacate(self.state, row)
+            self.members[row] = None
         if not self.running:
             self.close()
+            return
+        for row in rows:
+            vacate(self.state, row)
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -291,11 +298,10 @@ class Batch:
         if self.state is None or self.execution.name != "eager" or None not in self.members:
             return
         self._settle()
-        rows = [row for row, member in enumerate(self.members) if member is not None]
-        select(self.state, rows, self._axes)
-        self.members[:] = [self.members[row] for row in rows]
-        for row, member in enumerate(self.members):
-            self._place(row, member)
+        select(self.state, [row for row, member in enumerate(self.members) if member is not None], self._axes)
+        self.members[:] = self.running
+        for row, member in enumerate(self.running):
+            member.rows = range(row, row + 1)
 
     @torch.no_grad()
     def halve(self) -> list[Member]:
@@ -306,43 +312,93 @@ class Batch:
         """
         assert self.state is not None
         self._settle()
-        rows = [row for row, member in enumerate(self.members) if member is not None]
-        oldest_first = sorted(rows, key=lambda row: self.members[row].request.number)  # type: ignore[union-attr]
-        self.slots = max(len(rows) // 2, 1)
-        aside = oldest_first[self.slots :]
-        for row in aside:
-            member = self.members[row]
-            assert member is not None
-            member.state = alone(self.state, row, self._axes)
+        oldest_first = sorted(self.running, key=lambda member: member.request.number)
+        for member in oldest_first:
+            member.state = alone(self.state, member.rows.start, self._axes)
+        self.slots = max(len(oldest_first) // 2, 1)
         logger.warning(
-            f"Memory does not hold a step of {len(rows)} rows: {self.slots} request(s) at once are decoded from now on."
+            f"Memory does not hold a step of {len(oldest_first)} rows: {self.slots} request(s) at once are decoded "
+            "from now on."
         )
-        members = [member for row in aside if (member := self.members[row]) is not None]
-        self.leave(aside)
-        if self.execution.name == "eager":
-            self.pack()
-        elif self.state is not None:  # fixed shapes of fewer rows: the members that stay join anew
-            stay = [row for row, member in enumerate(self.members) if member is not None]
-            staying = [self.members[row] for row in stay]
-            for row, member in zip(stay, staying):
-                assert member is not None
-                member.state = alone(self.state, row, self._axes)
-            self.close()
-            for member in staying:
-                assert member is not None
-                self.join(member)
-        return members
+        self.close()
+        for member in oldest_first[: self.slots]:
+            self.join(member, self.slots)
+        return oldest_first[self.slots :]
 
     def close(self) -> None:
         """Let go of all memory; members that are still there are lost."""
         self.launched.clear()
-        if self.runner is not None:
-            self.runner.close()
+        for arena in () if self.runner is None else self.runner.held:
+            arena.free = True  # for other calls; a traceback may hold this state for long
         self.members.clear()
         self.state = self.runner = None
         self.choosers.clear()
 
 
-def is_short(error: BaseException) -> bool:
-    """Whether an error of a step says that it had too many rows."""
-    return isinstance(error, DoesNotFit) or out_of_memory(error)
+@torch.no_grad()
+def decode(
+    member: Member,
+    model: Any,
+    execution: Execution,
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> DraftHeadGenerateOutput | torch.Tensor:
+    """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended.
+
+    Returns:
+        (B, length) token ids, or the output class where `return_dict_in_generate` asks for it.
+    """
+    device, start = model.base.device, 0.0
+    with contextlib.closing(Batch.of_one(model, member, execution, timed=on_step is not None)) as batch:
+        state = batch.state
+        assert state is not None
+        if on_step is not None:
+            start = now(device)
+            roots = state.rows.sequences.gather(1, state.rows.lengths[:, None] - 1)[..., None].tolist()
+            on_step(StepRecord(0, roots, [], [1] * len(roots), 0, {"prefill": member.prefilled_in}, plan=member.plan))
+        while not member.has_ended(state):
+            for record in batch.step():
+                if on_step is not None:
+                    start, last = now(device), start
+                    record.seconds["step"] = start - last
+                    if isinstance(tree := member.plan.tree, LookupTree):
+                        texts, tokens = member.plan.texts_on(state.rows.lengths.device), state.rows.sequences
+                        of_step = tree, texts, tokens, [*state.lengths], record.tokens
+                        record = replace(record, copied=functools.partial(accepted_copies, *of_step))
+                    on_step(record)
+        if member.error is not None:
+            raise member.error
+        return finish(member, state)
+
+
+def finish(member: Member, state: DecodingState) -> DraftHeadGenerateOutput | torch.Tensor:
+    """What the base's generate would return, in its form."""
+    rules, (ordinary_cache, cached_length) = member.rules, member.given
+    length = max(end for end in state.ends if end is not None)
+    if rules.samples:
+        rules.random.chosen(length - rules.prompt_length)
+    if member.stream is not None:
+        member.stream.end()
+    sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
+    in_dict = rules.config.return_dict_in_generate
+    if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
+        cache = state.rows.cache
+        if (first := min(state.lengths) - 1) < length - 1:  # the base has read the padding behind a row's end, too
+            if cache.recurrent:  # what grows must not be a program's
+                cache = cache.twin()
+                cache.fixed, cache.extent = False, int(cache.lengths.max())
+            rows, start = state.rows, first + state.past_shift
+            member.reader.rewrite(
+                rows.sequences[:, first : length - 1], cache, start, rows.position_shift, rows.visible
+            )
+        cache.unload(ordinary_cache, cached_length, length - 1 + state.past_shift)
+    if not in_dict:
+        return sequences
+    steps = torch.tensor(member.counted, dtype=torch.long, device=sequences.device)
+    new = length - rules.prompt_length
+    return DraftHeadGenerateOutput(
+        sequences=sequences,
+        scores=tuple(rules.scores[:new]) if rules.keeps_scores else None,
+        logits=tuple(rules.logits[:new]) if rules.keeps_logits else None,
+        accepted_lengths=steps.reshape(-1, len(state.lengths)).T,
+        **{CACHE: ordinary_cache},
+    )

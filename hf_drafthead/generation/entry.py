@@ -1,6 +1,8 @@
-"""The one way in: what a call asks for is checked, the base prepares it, and its prompt is read.
+"""The one way in: what a call asks for is checked, the base prepares it, reads the prompt and chooses the first root.
 
 A call of `generate` and a request of a manager come this way alike, and become members of a batch.
+
+Shapes: B rows, P prompt tokens, T prompt positions that are new to the cache, E end-of-sequence tokens, F*H features.
 """
 
 from __future__ import annotations
@@ -8,10 +10,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 from transformers import GenerationConfig, StoppingCriteriaList
 
 from hf_drafthead.bases.errors import Unsupported
@@ -21,23 +24,45 @@ from hf_drafthead.bases.releases import (
     ROW_BY_ROW,
     BaseStreamer,
     GenerationMode,
+    PromptInputs,
     StopStringCriteria,
     can_load,
     check_length,
     is_deepspeed_zero3_enabled,
     is_fsdp_managed_module,
     mask_length,
+    past_length,
+    position_table,
+    prompt_inputs,
     rows_of,
     with_cache,
 )
+from hf_drafthead.bases.slots import BUCKET, SlotCache
+from hf_drafthead.bases.unusual_inputs import read_and_try
 from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
-from hf_drafthead.generation.prompt import BesideOthers, prefill
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
-from hf_drafthead.generation.state import Member, Stream, may_draw
+from hf_drafthead.generation.state import DecodingState, Limits, Member, Rows, Stream, may_draw
 from hf_drafthead.generation.step import now
+
+FIRST_ROOM = 64  # new positions for which memory is taken at first
+FAR = 1 << 40  # where nothing limits a length
+MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most calls have equally many
+
+
+class BesideOthers(NamedTuple):
+    """Of a call that is going to join a batch.
+
+    reader: of the batch; begun: caches that hold the beginning of this prompt, and a drafter's state behind it, which
+    are taken over; piece: how many tokens are read at once; between: what is called between two pieces.
+    """
+
+    reader: BaseReader
+    begun: DecodingState | None = None
+    piece: int | None = None
+    between: Callable[[], None] | None = None
 
 
 @dataclass
@@ -97,12 +122,9 @@ def begin(
     """Let the base prepare a call, and read its prompt.
 
     Args:
-        model: with `base` and `drafter`.
         inputs: (B, P) prompt, or None.
-        config: of the call, see `merged_config`.
-        asked: what it asks for besides.
+        asked: what the call asks for beside its config (`merged_config`) and the arguments of the base's `generate`.
         then: what is done with the call behind its prompt, within the base's `generate`, which may add to the outcome.
-        stopping_criteria, assistant_model, synced_gpus, arguments: of the base's `generate`.
 
     Returns:
         what `then` gives, by default the call behind its prompt.
@@ -131,10 +153,13 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     inputs = with_cache(CACHE, {name: value for name, value in call.items() if value is not None})
     if text_config is not base.config:
         inputs = _of_text(inputs)
+    if asked.others is not None and asked.others.reader is not reader:
+        raise Unsupported("the base has changed since the batch began")
     past = inputs.get(CACHE)
-    if past is None or not can_load(past):
+    given = getattr(past, "_is_user_defined", False)  # else the probe has looked at one as the base prepares it
+    if past is None or (given and not can_load(past)):
         raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
-    if (rows := rows_of(past)) not in (None, len(input_ids)):
+    if given and (rows := rows_of(past)) not in (None, len(input_ids)):
         raise Unsupported(f"the cache holds {rows} row(s), and the call has {len(input_ids)}", lasting=False)
     # greedy decoding is exact with all of them
     plan, settings = asked.plan, asked.settings
@@ -161,11 +186,10 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
         device=input_ids.device,
         samples=config.do_sample and acceptance != "typical",
         rejects=acceptance == "rejection",
-        streams=may_draw(asked.streamer),
+        streams=asked.streamer is not None and may_draw(asked.streamer),
         random=asked.random,
     )
-    returned = config.return_dict_in_generate or getattr(past, "_is_user_defined", False)
-    if reader.mixers and rules.overruns and returned:
+    if reader.mixers and rules.overruns and (given or config.return_dict_in_generate):
         raise Unsupported("rows go on behind their ends without padding, and a state cannot go back", lasting=False)
     stream = None if asked.streamer is None else Stream(asked.streamer, rules)
     start = now(base.device) if asked.timed else 0.0
@@ -196,11 +220,7 @@ def _of_text(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:
-    """Refuse, before anything runs, what the loop cannot do.
-
-    Raises:
-        Unsupported: with the reason.
-    """
+    """Refuse, before anything runs, what the loop cannot do (Unsupported)."""
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise Unsupported(f"the generation mode is {mode.value.replace('_', ' ')}")
@@ -228,3 +248,185 @@ def _stop_strings_as_criterion(config: CallConfig, stopping_criteria, kwargs: di
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # else the caller's replaces it
         criteria.insert(0, StopStringCriteria(tokenizer, config.stop_strings))
     return {"generation_config": config.without("stop_strings"), "stopping_criteria": criteria}
+
+
+def prefill(
+    reader: BaseReader,
+    drafter: Any,
+    plan: DraftPlan,
+    input_ids: torch.Tensor,
+    rules: Rules,
+    inputs: dict[str, Any],
+    stream: Stream | None,
+    others: BesideOthers | None = None,
+) -> Member:
+    """Run the base over the prompt (B, P), let it choose the first root, and show the prompt to the drafter.
+
+    The base's model inputs are the cache, attention_mask, position_ids, inputs_embeds (then P is 0), ...
+
+    Returns:
+        the call, with its state behind the prompt.
+
+    Raises:
+        Unsupported: the prompt has inputs with which the base cannot verify a tree, or that cannot stand in a batch of
+            others; nothing was shown or chosen yet.
+    """
+    (batch, prompt_length), tree, past = input_ids.shape, plan.tree, inputs.pop(CACHE)
+    cached_length = past_length(past) if getattr(past, "_is_user_defined", False) else 0
+    embeddings = inputs.get("inputs_embeds")
+    positions = cached_length + max(prompt_length, 0 if embeddings is None else embeddings.shape[1])
+    longest = rules.max_length if rules.max_length is not None else prompt_length + FIRST_ROOM
+    # the first token comes even where a criterion fires on the prompt
+    most = max(longest - prompt_length, 1)
+    room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)
+    if reader.base.device.type == "cuda":
+        room += -(positions + room) % BUCKET
+    if others is None or others.begun is None:
+        cache, draft_state = reader.cache(batch, positions + room, tree.slots), drafter.start(batch, positions + most)
+    else:
+        cache, draft_state = others.begun.rows.cache, others.begun.rows.draft_state
+        cache.append()
+        cache.reserve(positions + room, tree.slots)
+    if cached_length:
+        cache.load(past)
+    prompt = _prepared(reader.base, input_ids, rules.config, inputs, cache)
+    logits, features, steps = _read(reader, prompt, cache, rules.config.prefill_chunk_size, others)
+    if others is not None:
+        _check_joins(prompt, past, steps, others)
+    shift, past_shift = prompt.position_shift, cache.extent - prompt_length
+    limits = _limits(rules, reader, shift, past_shift, others is not None)
+    sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
+    sequences[:, :prompt_length] = input_ids
+    if stream is not None:
+        stream.show(input_ids)
+    everyone, lengths = list(range(batch)), [prompt_length] * batch
+    roots = rules.choose(everyone, logits[:, -1], sequences, lengths)
+    sequences[:, prompt_length] = roots
+    lengths = [prompt_length + 1] * batch
+    fired = rules.stops(everyone, roots.tolist(), sequences, lengths)
+    ends = [length if stop else None for length, stop in zip(lengths, fired)]
+    if stream is not None:
+        stream.show(roots)
+    tokens = prompt.arguments.get("input_ids")
+    if reader.keys:
+        features, tokens = _with_known(reader, tokens, features, cache, cached_length)
+    seen = prompt_for_drafter(drafter, roots[:, None].to(shift.device), features, tokens, inputs.get("attention_mask"))
+    if not all(ends):
+        draft_state = drafter.observe(draft_state, *seen)
+    places, ended = (torch.tensor(values, device=shift.device) for values in (lengths, [end or 0 for end in ends]))
+    rows = Rows(sequences.to(shift.device), places, ended, shift, prompt.visible, draft_state, cache)
+    state = DecodingState(rows, limits, limits.last_position[:, 0].tolist(), past_shift, lengths, ends)
+    return Member(rules, stream, state, range(batch), steps, (past, cached_length), plan)
+
+
+def _read(
+    reader: BaseReader, prompt: PromptInputs, cache: SlotCache, chunk: int | None, others: BesideOthers | None
+) -> tuple[torch.Tensor, torch.Tensor, BaseReader]:
+    """Run the base over a prompt, which becomes past, in chunks where the call, or others that wait, ask for them.
+
+    Returns logits at the last position, features at all (B, T, F*H), and how the steps behind it run the base.
+    """
+    if unusual := prompt.unusual:
+        if chunk is not None:
+            raise Unsupported(f"prefill_chunk_size cannot divide the model input {', '.join(unusual)}")
+        return read_and_try(reader, prompt, cache)
+    piece, between = (chunk, None) if others is None else (others.piece or chunk, others.between)
+    arguments, cached_length = prompt.arguments, cache.extent
+    tokens, mask, positions = (arguments.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    parts: list[torch.Tensor] = []
+    for part in [tokens] if piece is None or tokens is None else tokens.split(piece, dim=1):
+        if between is not None and parts:
+            between()
+        given, start = dict(arguments), cache.extent - cached_length
+        if part is not tokens and part is not None:
+            end = start + part.shape[1]
+            given["input_ids"] = part
+            given["attention_mask"] = None if mask is None else mask[:, : cached_length + end]
+            given["position_ids"] = None if positions is None else positions[:, start:end]
+        logits, features = reader(True, **given)
+        cache.count(features.shape[1])
+        parts.append(features)
+    return logits, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], reader
+
+
+def _check_joins(prompt: PromptInputs, past: Any, steps: BaseReader, others: BesideOthers) -> None:
+    """Refuse what cannot stand in a batch of others."""
+    if steps is not others.reader:
+        raise Unsupported("the base wants inputs of one prompt alone")
+    if prompt.visible is not None:
+        raise Unsupported("the prompt holds padding")
+    if getattr(past, "_is_user_defined", False):
+        raise Unsupported("a cache of the user's own is given")
+    if prompt.input_ids.shape[1] != prompt.arguments[CACHE].extent:
+        raise Unsupported("the prompt is given as embeddings")
+
+
+def _prepared(
+    base: Any, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict, cache: SlotCache
+) -> PromptInputs:
+    """What the base prepares for a prompt, whose beginning a cache may hold, and how its rows lie there."""
+    arguments = prompt_inputs(base, input_ids, config, inputs, cache)
+    read = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
+    mask, position_ids = inputs.get("attention_mask"), arguments.get("position_ids")
+    past = cache.extent + read.shape[1]
+    if position_ids is None:
+        next_position = torch.full((len(input_ids), 1), past, device=read.device)
+    else:
+        if position_ids.dim() > 2:  # (axes, B, T), of images; behind them a token of the text is on one place of all
+            position_ids = position_ids[-1]
+        next_position = position_ids[:, -1:].expand(len(input_ids), 1).to(read.device) + 1
+    visible = None if mask is None or bool(mask.all()) else mask.bool().to(read.device)
+    return PromptInputs(input_ids, arguments, inputs, next_position - past, visible)
+
+
+def _limits(rules: Rules, reader: BaseReader, shift: torch.Tensor, past_shift: int, joins: bool) -> Limits:
+    """Where a call must stop, whose position ids are `shift` (B, 1) behind its past positions.
+
+    Behind the end of a row of a batch that others join there is a token that every base embeds.
+    """
+    max_length = FAR if rules.max_length is None else rules.max_length
+    table = position_table(reader.base.config.get_text_config(decoder=True)) or FAR
+    ends = torch.tensor(rules.eos_tokens or [-1], device=shift.device)
+    ends = F.pad(ends, (0, -len(ends) % MOST_ENDS), value=-1)
+    return Limits(
+        max_length=torch.full_like(shift[:, 0], max_length),
+        eos=ends.repeat(len(shift), 1, 1),
+        last_position=(table - 1 - shift).clamp(max=max_length - 2 + past_shift),
+        padding=torch.full_like(shift, 0 if joins else rules.pad_token),
+        pads=torch.full_like(shift, joins or rules.pads, dtype=torch.bool),
+    )
+
+
+def _with_known(
+    reader: BaseReader, tokens: torch.Tensor | None, features: torch.Tensor, cache: SlotCache, cached_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Features of a prompt and its tokens (B, T), for a drafter that reads keys: of an earlier call too.
+
+    Where a token is not known, another one stands: such a drafter looks at the last alone.
+    """
+    features = reader.known(features, cache, cached_length) if cached_length else features
+    every = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)
+    if tokens is not None:
+        every[:, -tokens.shape[1] :] = tokens
+    return features, every
+
+
+def prompt_for_drafter(drafter, root, features, tokens, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the drafter may observe of the prompt: valid positions first, each with the token that follows it.
+
+    One without a memory, or a prompt that came as embeddings, needs the last position only. One that reads nothing of
+    the base observes every token, the first one too.
+    """
+    rows, length = features.shape[:2]
+    if not drafter.keeps_history or tokens is None:
+        return features[:, -1:], root, torch.ones(rows, dtype=torch.long, device=features.device)
+    follow = torch.cat([tokens[:, 1:] if drafter.reads else tokens, root], dim=1).to(features.device)  # (B, T)
+    valid = torch.ones_like(follow)
+    if mask is not None:
+        valid[:, :length] = mask[:, -length:].to(valid)
+    if not drafter.reads:
+        features = features.new_zeros(*follow.shape, 0)
+    if mask is not None:
+        order = valid.argsort(dim=1, descending=True, stable=True)
+        features, follow = features.take_along_dim(order[..., None], dim=1), follow.gather(1, order)
+    return features, follow, valid.sum(1)

@@ -13,12 +13,12 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.hooks import changed_by_training, circumstances, is_hooked
+from hf_drafthead.bases.hooks import changed_by_training, circumstances
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.probe import probe, try_tree
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE, GenerateDecoderOnlyOutput, GenerationMixin, with_cache
-from hf_drafthead.generation.decoding import decode, with_room
+from hf_drafthead.generation.batch import decode, with_room
 from hf_drafthead.generation.entry import Asked, CallConfig, NothingPays, begin, check_call
 from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
@@ -32,7 +32,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_READERS = 16  # that are kept of one base, whose hooks and forwards may change between calls
-FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
 
 
 class DraftHeadGenerationMixin(GenerationMixin):
@@ -98,7 +97,11 @@ class DraftHeadGenerationMixin(GenerationMixin):
         Raises:
             TypeError, ValueError: a setting that does not fit, or an empty prompt.
         """
-        _refuse_no_prompt(kwargs.get("input_ids") if inputs is None else inputs, kwargs.get("inputs_embeds"))
+        prompt = kwargs.get("input_ids") if inputs is None else inputs
+        if prompt is not None and kwargs.get("inputs_embeds") is None and prompt.shape[-1] == 0:
+            raise ValueError(
+                "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
+            )
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
@@ -113,7 +116,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
         settings = DraftSettings.from_config(config, **named)
         # checked also where a measured tree comes before it
         plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
-        self._check_copies(settings, plan, draft_tree, copies)
+        if self.drafter.copies is not None or (isinstance(draft_tree, (str, list)) and draft_tree in (LOOKUP, [])):
+            self._check_copies(settings, plan, copies)
         config.__dict__.pop("calibration", None)  # the base would copy it
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
@@ -188,17 +192,17 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """Generate for many prompts of any lengths, some at a time, see `batching.generate_batch`."""
         return _batching().generate_batch(self, inputs, *args, **kwargs)
 
-    def _check_copies(self, settings: DraftSettings, plan: DraftPlan | None, asked: Any, copies: int | None) -> None:
+    def _check_copies(self, settings: DraftSettings, plan: DraftPlan | None, copies: int | None) -> None:
         """Refuse a tree of heads where there are none, and copies alone where none are asked for."""
         if self.drafter.copies is not None and plan is not None and plan.tree.num_nodes > 1:
             raise ValueError(
                 f"draft_tree is {reprlib.repr(settings.draft_tree)}, but this model has no heads and guesses copies of "
                 "the text alone: leave it out, or put heads on the base."
             )
-        if copies is None and isinstance(asked, (str, list)) and asked in (LOOKUP, []):
+        if copies is None:
             raise ValueError(
-                f"draft_tree is {asked!r}, which guesses copies of the text alone: give prompt_lookup_num_tokens, or "
-                "lookup_texts, too."
+                f"draft_tree is {settings.draft_tree!r}, which guesses copies of the text alone: give "
+                "prompt_lookup_num_tokens, or lookup_texts, too."
             )
 
     def why_no_drafts(self) -> str | None:
@@ -231,29 +235,23 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if [*map(id, probed)] != [*map(id, asked)]:  # by identity, which a copy of the whole model keeps
             readers = {}
             self.__dict__["_readers"] = (asked, readers)
-        key = (self.drafter.reads, *circumstances(base))
+        seen, hooked = circumstances(base)
+        key = (self.drafter.reads, *seen)
         if key not in readers:
             while len(readers) >= MOST_READERS:
                 readers.pop(next(iter(readers)), None)
             try:
                 readers[key] = probe(base, self.drafter.reads)
             except Unsupported as reason:
-                if not reason.lasting or is_hooked(base):
+                if not reason.lasting or hooked:
                     raise
                 readers[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
-        elif isinstance(readers[key], BaseReader) and is_hooked(base):
+        elif isinstance(readers[key], BaseReader) and hooked:
             try_tree(readers[key])  # a hook may do something else in every call
         if isinstance(readers[key], str):
             raise Unsupported(readers[key])
         self.drafter.prepare()
         return readers[key]
-
-
-def _refuse_no_prompt(prompt: torch.Tensor | None, embeddings: torch.Tensor | None) -> None:
-    if prompt is not None and embeddings is None and prompt.shape[-1] == 0:
-        raise ValueError(
-            "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
-        )
 
 
 def _batching() -> Any:

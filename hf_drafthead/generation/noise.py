@@ -21,10 +21,6 @@ class NoiseTape:
     `torch.multinomial(p, 1)` is `argmax(p / noise)` with noise (B, V) drawn anew at every position. The tape draws it
     from a generator of its own and remembers the state before each position: every noise is drawn once, and a row that
     lags can have its position's noise drawn again. Positions that every row has left behind are forgotten.
-
-    Args:
-        batch_size: B.
-        generator: of the call's own, from where it stands.
     """
 
     KEPT = 32  # positions whose noise is held; older ones are redrawn from their state

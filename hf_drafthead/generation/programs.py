@@ -1,4 +1,4 @@
-"""Programs of a step that are kept for later calls, and the memory that recorded ones work on.
+"""Programs of a step, compiled or recorded, which are kept for later calls, and the memory that recorded ones work on.
 
 A program is trusted because it is tried. A compiled one has dynamo's guards: the first step of every call asks them
 whether the program holds for what the call has, the base's attributes, hooks and numbers in closures included, and
@@ -12,7 +12,9 @@ Some things dynamo has no guards for, such as hooks on layers that it traces onc
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -21,12 +23,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import CompileConfig
 
 from hf_drafthead.bases.errors import out_of_memory
 from hf_drafthead.bases.slots import SlotCache, padded
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
 
 MOST_PROGRAMS = 64  # kept per model, of which a step takes three; the least recently used goes first
+RECORDS = ("reduce-overhead", "max-autotune")  # modes of a compile config that ask for CUDA graphs
 MOST_ARENAS, ARENA_BYTES = 4, 2 << 30  # memory of recorded programs that is kept after a call, per model
 Stage = Callable[..., Any]
 
@@ -34,7 +38,7 @@ Stage = Callable[..., Any]
 class NotCaptured(Exception):
     """A stage cannot be compiled or recorded; the text says why. The call's tensors are as they were before it.
 
-    lasting: whether that holds for later calls too; where there is no reason it was told, or another call compiles.
+    `lasting`: for later calls too; where there is no reason it was told, or another call compiles.
     """
 
     def __init__(self, reason: str, lasting: bool | None = None):
@@ -52,11 +56,195 @@ def written(rows: Rows, after: Rows) -> Rows:
     return rows
 
 
+def compiled(function: Stage, config: CompileConfig) -> Stage:
+    """`torch.compile` of a function, whose guards are kept.
+
+    Each gets a code object of its own: dynamo keeps a program with the code, bounds how many there may be of one, and
+    frees one only with its code.
+    """
+    alone = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    plain = config.mode in ("default", *RECORDS[:1])
+    options = {} if plain else torch._inductor.list_mode_options(config.mode)
+    if config.backend == "inductor":
+        from hf_drafthead.bases.compiling import TransposedProducts  # takes a second to import
+
+        options = {**options, "post_grad_custom_pre_pass": TransposedProducts()}
+    # the forward that a layer has while it is traced is gone when guards are asked
+    options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [*map(_lasts, guards)]}
+    options.pop("triton.cudagraphs", None)  # `Recorded` makes the graphs
+    result = torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
+    result.alone = alone  # type: ignore[attr-defined]
+    return result
+
+
+def _lasts(guard: Any) -> bool:
+    return re.search(r"_modules\['\d+'\]\.forward(\.|$)", guard.name) is None
+
+
+class Program:
+    """A stage compiled for what its arguments are like when it is first called."""
+
+    def __init__(self, made_for: Hashable, stage: Stage, config: CompileConfig):
+        self.made_for, self.stage, self.config, self.made = made_for, stage, config, False
+        self.step: Stage = stage  # what runs it
+        self.entry: Any = None  # of dynamo's
+        self.kept: Any = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if self.made:
+            return self.step(*arguments)
+        sizes_may_change(arguments)
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            self.step = compiled(self.stage, self.config)
+            result = self.step(*arguments)
+        self._take_code()
+        return result
+
+    def _take_code(self) -> None:
+        """Go on with the code that dynamo has made, which asks no guards; without a way to it they are always asked."""
+        self.made, alone = True, getattr(self.step, "alone", None)
+        entries_of = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+        if alone is None or entries_of is None:
+            return
+        for self.entry in entries_of(alone.__code__):
+            self.kept = alone  # whose code holds the entry
+            self.step = types.FunctionType(self.entry.code, alone.__globals__, alone.__name__)
+
+    def fits(self, arguments: tuple) -> bool:
+        """Whether the guards hold for these arguments."""
+        if self.entry is None:
+            return True
+        names = self.kept.__code__.co_varnames
+        return bool(self.entry.guard_manager.check(dict(zip(names, arguments))))
+
+
+class Recorded:
+    """A CUDA graph of a stage, recorded when it is called for the second time.
+
+    The first time takes what it needs besides, such as workspaces; on some GPUs attention makes a plan for each new
+    length, which it cannot do while it is recorded. Rows and limits are the same memory in every call (`Arena`); other
+    tensors are copied to where they were at first.
+    """
+
+    def __init__(self, stage: Stage):
+        self.stage, self.warm = stage, False
+        self.replay: Callable[[], Any] | None = None
+
+    def __call__(self, *arguments: Any) -> Any:
+        if not self.warm:
+            self.warm = True
+            return self._run(arguments)
+        if self.replay is None:
+            self._record(arguments)
+        self._place(arguments)
+        self.replay()  # type: ignore[misc]
+        return self.result
+
+    def try_again(self, *arguments: Any) -> None:
+        """At the beginning of a call: drop the graph if it does something else than the stage does now, whose outcome
+        is put back.
+        """
+        if self.replay is not None and not isinstance(self.stage, Program) and not self._agrees(arguments):
+            self.replay, self.warm = None, False
+
+    def _run(self, arguments: tuple) -> Any:
+        """Run the stage; rows that it returns are written to where they come from."""
+        result = self.stage(*arguments)
+        if isinstance(result, Rows):
+            return written(next(value for value in arguments if isinstance(value, Rows)), result)
+        return result
+
+    def _place(self, arguments: tuple) -> None:
+        for place, value in zip(self.places, tensors_of(arguments)):
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+
+    def _record(self, arguments: tuple) -> None:
+        """Record it, and compare a replay with a run: a base that decides something on the host is refused
+        (NotCaptured).
+        """
+
+        def fixed(value: Any) -> Any:
+            if isinstance(value, (Rows, Limits)):
+                return value
+            return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, value)
+
+        fixed_arguments = tuple(map(fixed, arguments))
+        self.places = tensors_of(fixed_arguments)
+        _, put_back = _restorable(arguments)
+        try:
+            self.replay, self.result = record_kernels(lambda: self._run(fixed_arguments), self.places[0].device)
+        except Exception as error:  # whatever cannot be recorded: steps without a graph work all the same
+            cause = error.__context__ or error  # how a recording ends says less
+            raise NotCaptured(f"{type(cause).__name__}: {cause}".partition("\n")[0]) from error
+        put_back()
+        if not self._agrees(arguments):
+            raise NotCaptured("a replay of the recorded step gives something else than the step.")
+
+    def _agrees(self, arguments: tuple) -> bool:
+        """Whether a replay gives what a run gives. Tensors are put back, but what lies behind the rows' past."""
+        self._place(arguments)
+        writable, put_back = _restorable(arguments)
+
+        def outcome(run: Callable[[], Any]) -> list[torch.Tensor]:
+            tensors = [tensor.clone() for tensor in (*tensors_of(run()), *writable)]
+            put_back()
+            return tensors
+
+        expected = outcome(lambda: self._run(arguments))
+        replayed = outcome(lambda: self.replay() or self.result)  # type: ignore[misc]
+        return len(expected) == len(replayed) and all(map(alike, expected, replayed))
+
+
+def _restorable(arguments: tuple) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """The tensors that a stage may write to, but keys and values, and what puts their values back."""
+    rows = next(value for value in arguments if isinstance(value, Rows))
+    tensors = [*tensors_of(rows), *(tensor for cache in rows.caches for tensor in cache.advancing)]
+    before = [tensor.clone() for tensor in tensors]
+
+    def put_back() -> None:
+        for place, value in zip(tensors, before):
+            place.copy_(value)
+
+    return tensors, put_back
+
+
+def record_kernels(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
+    """Record the kernels of a function on a device: what replays them, and its outcome, in the same memory each time.
+
+    Other threads may go on meanwhile, but for those that draw from the device's generator.
+    """
+    with _RECORDING, torch.cuda.device(device):
+        before, caches_casts = torch.cuda.current_stream(), torch.is_autocast_cache_enabled()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            torch.set_autocast_cache_enabled(False)  # weights that autocast has converted do not outlive it
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+                result = function()
+        except BaseException:
+            torch.cuda.set_stream(before)  # a recording that failed leaves the thread on its stream
+            raise
+        finally:
+            torch.set_autocast_cache_enabled(caches_casts)
+    return graph.replay, result
+
+
+_RECORDING = threading.Lock()  # of all models: a second recording at the same time fails
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal, but for rounding where they are no whole numbers."""
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    close = torch.finfo(one.dtype).eps ** 0.5
+    largest = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=close, atol=close * largest, equal_nan=True)
+
+
 class Arena:
     """Memory that recorded programs work on; it belongs to one call at a time, which says when it is `free` again.
 
-    Args:
-        state: of the call that takes it first, whose tensors and caches it keeps.
+    It keeps the tensors and caches of the call that takes it first.
     """
 
     def __init__(self, state: DecodingState):
@@ -120,11 +308,7 @@ class Programs:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Compile meanwhile.
-
-        Raises:
-            NotCaptured: another call does.
-        """
+        """Compile meanwhile; NotCaptured where another call does."""
         with self.lock:
             if self.compiles:
                 raise NotCaptured("")
@@ -182,18 +366,18 @@ def form_of(tree: Any) -> Hashable:
     return tuple(map(form, tree_leaves(tree)))
 
 
-def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: int, compiles: bool) -> None:
-    """Give all tensors of a call fixed shapes, for so many past positions; where it `compiles`, as a compiler wants.
-
-    Raises:
-        MemoryError: there is no memory for them.
+def fix(
+    state: DecodingState, capacity: int, nodes: int, depth: int, padding: int, programs: bool, compiles: bool
+) -> None:
+    """Give all tensors of a call shapes for so many past positions, as `programs`, or a compiler, want them; else
+    MemoryError.
     """
     for cache in state.caches:
         if compiles:
             cache.split()
         try:
             cache.resize(capacity, nodes)
-            for layer in cache.recurrent:
+            for layer in cache.recurrent if programs else ():
                 layer.resize_record(nodes)
         except RuntimeError as error:
             if not out_of_memory(error):
@@ -202,7 +386,7 @@ def fix(state: DecodingState, capacity: int, nodes: int, depth: int, padding: in
             raise MemoryError(
                 f"there is no memory for a cache of {size:.1f} GiB: {capacity} positions, {len(state.lengths)} row(s)."
             ) from error
-        cache.fixed = True
+        cache.fixed = programs
     # the compiler takes equal sizes for one size: what need not be equal must differ
     width = max(capacity - state.past_shift, 0) + depth + nodes + 1
     state.keep(with_shapes(state.rows, width, state.rows.cache.slots, padding), state.pending)

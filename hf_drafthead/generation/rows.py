@@ -45,9 +45,7 @@ def select(state: DecodingState, rows: Sequence[int], axes: Axes) -> None:
         part.index_select(0, index) for part in (before.sequences, before.lengths, before.ends, before.position_shift)
     )
     state.keep(Rows(sequences, lengths, ends, shift, None, tree_unflatten(draft_leaves, form), before.cache), [])
-    state.limits = Limits(
-        *(part.index_select(0, index) if part.dim() else part for part in state.limits)  # per row, but for the padding
-    )
+    state.limits = Limits(*(part.index_select(0, index) for part in state.limits))
     state.lengths[:] = [state.lengths[row] for row in rows]
     state.ends[:] = [state.ends[row] for row in rows]
     state.last_position[:] = [state.last_position[row] for row in rows]
@@ -55,7 +53,7 @@ def select(state: DecodingState, rows: Sequence[int], axes: Axes) -> None:
 
 
 def put(state: DecodingState, row: int, one: DecodingState, axes: Axes) -> None:
-    """Write the only row of another state over a row of this one, which has room for it (`make_room`)."""
+    """Write the only row of another state over a row of this one, which has room for it (`Runner.fit`)."""
     rows, other = state.rows, one.rows
     for mine, theirs in zip(state.caches, one.caches, strict=True):
         mine.put_row(row, theirs)
@@ -81,23 +79,11 @@ def put(state: DecodingState, row: int, one: DecodingState, axes: Axes) -> None:
 
 def put_limits(state: DecodingState, row: int, limits: Limits) -> None:
     """Let a row stop where its own call would."""
-    mine = state.limits
-    more = limits.eos.shape[-1] - mine.eos.shape[-1]
-    eos, value = F.pad(mine.eos, (0, max(more, 0)), value=-1), F.pad(limits.eos, (0, max(-more, 0)), value=-1)
-    state.limits = mine = mine._replace(eos=eos)
-    for place, entry in (
-        (mine.max_length, limits.max_length),
-        (eos, value),
-        (mine.last_position, limits.last_position),
-    ):
+    more = limits.eos.shape[-1] - state.limits.eos.shape[-1]
+    state.limits = state.limits._replace(eos=F.pad(state.limits.eos, (0, max(more, 0)), value=-1))
+    limits = limits._replace(eos=F.pad(limits.eos, (0, max(-more, 0)), value=-1))
+    for place, entry in zip(state.limits, limits):
         place[row] = entry[0]
-
-
-def make_room(state: DecodingState, one: DecodingState, padding: int) -> None:
-    """Room in caches whose shapes are not fixed, and in the sequences, for the row of another state."""
-    for mine, theirs in zip(state.caches, one.caches, strict=True):
-        mine.reserve(theirs.extent, mine.nodes)
-    state.keep(state.rows.with_room(one.lengths[0] + 1, padding), state.pending)
 
 
 def vacate(state: DecodingState, row: int) -> None:

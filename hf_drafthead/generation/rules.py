@@ -29,8 +29,7 @@ from hf_drafthead.bases.releases import (
     CRITERIA_ROW_BY_ROW,
     ROW_BY_ROW,
     SCORES_ONLY,
-    ends_of,
-    longest_of,
+    limits_of,
     temperature_of,
 )
 from hf_drafthead.bases.topology import Topology
@@ -60,7 +59,7 @@ class Rules:
         config = self.config
         self.keeps_scores = bool(config.return_dict_in_generate and config.output_scores)
         self.keeps_logits = bool(config.return_dict_in_generate and config.output_logits)
-        self.max_length = longest_of(self.criteria)
+        self.max_length, self.eos_tokens = limits_of(self.criteria)
         # As in transformers: only then do finished rows emit padding; else they go on until all are finished.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
@@ -84,8 +83,6 @@ class Rules:
         )
         # rows that have ended go on for as long as others do, and some of them for longer
         self.overruns = not (self.pads or self.lockstep or types_of <= {MaxLengthCriteria})
-        self.eos_tokens = ends_of(self.criteria)
-        self.temperature = temperature_of(self.processors)
         known = all(type(processor) in ROW_BY_ROW for processor in self.processors)
         if self.samples and self.random is NOTHING_DRAWN:
             self.random = RandomNumbers()
@@ -95,6 +92,11 @@ class Rules:
         if self.samples and not self.rejects:
             self.random.sample(self.batch_size, self.device)
         self.grammar = Grammar.of(self)
+
+    @property
+    def temperature(self) -> float:
+        """T, with which the call samples."""
+        return temperature_of(self.processors)
 
     @property
     def tape(self) -> NoiseTape | None:
@@ -109,12 +111,11 @@ class Rules:
         Args:
             rows: g row numbers; all B of them in lockstep.
             logits: (g, V) of the base after each row's last token.
-            sequences: (B, L) token ids; row b's prefix is its first `lengths[b]`.
-            lengths: B of them; in lockstep all are alike.
+            sequences, lengths: (B, L) token ids; row b's prefix is its first `lengths[b]`; in lockstep all are alike.
         """
         logits = logits.to(sequences.device, torch.float32, copy=True)
         with self.random.lent() if self.asks_others else contextlib.nullcontext():
-            scores = self._process(rows, logits, sequences, lengths)
+            scores = self._process(rows, logits, sequences, lengths) if self.processors else logits
         if self.keeps_scores:
             self._keep(self.scores, rows, scores, lengths)
         if self.keeps_logits:
@@ -136,10 +137,7 @@ class Rules:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The base's choice (B, N) at every node, and whether logits and probabilities are numbers; if `on_device`.
 
-        Args:
-            logits: (B, N, V) of the base, see `Verified`.
-            depths: (R, N) of the nodes.
-            noise: (B, D, V) of the next D positions, under sampling.
+        Of logits (B, N, V), nodes at depths (R, N), and under sampling the noise (B, D, V) of the next D positions.
         """
         scores = logits
         if self.processors:
@@ -154,13 +152,7 @@ class Rules:
     def noise_ahead(self, lengths: list[int], moving: list[int], depth: int, vocabulary: int) -> torch.Tensor | None:
         """(B, D, V) noise with which the base will choose each row's next D tokens; None where it does not sample.
 
-        Sampling by rejection has no such noise: this is then fresh.
-
-        Args:
-            lengths: B of them: tokens of each row.
-            moving: rows that still emit; what the others get has no meaning.
-            depth: D.
-            vocabulary: V.
+        Sampling by rejection has no such noise: this is then fresh. What rows that are not `moving` get has no meaning.
         """
         if self.rejects:
             fresh = torch.empty(self.batch_size, depth, vocabulary, device=self.device)
@@ -193,12 +185,7 @@ class Rules:
         sequences: torch.Tensor,
         lengths: list[int],
     ) -> torch.Tensor:
-        """Processed probabilities at every node, (B, N, V); for processors of ROW_BY_ROW.
-
-        Args:
-            logits, tokens, topology: (B, N, V) of the base at every node, the nodes (B, N), and how they hang together.
-            sequences, lengths: as in `choose`, the root included.
-        """
+        """Processed probabilities at every node, (B, N, V); for processors of ROW_BY_ROW. Arguments as in `choose`."""
         scores = logits.to(sequences.device, torch.float32, copy=True)
         if self.scores_only:
             flat = scores.flatten(0, 1)
@@ -233,8 +220,6 @@ class Rules:
         return answers.tolist()
 
     def _process(self, rows, logits, sequences, lengths):
-        if not self.processors:
-            return logits
         if self.lockstep:
             return self.processors(sequences[:, : max(lengths)], logits)
         if self.scores_only:

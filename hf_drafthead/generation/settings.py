@@ -113,7 +113,7 @@ class DraftSettings:
     def stored_in(cls, config: Any) -> dict[str, Any]:
         """The settings that a generation config, or its dict, holds; not checked."""
         stored = config if isinstance(config, Mapping) else vars(config)
-        return {name: stored[name] for name in cls.names() if stored.get(name) is not None}
+        return {each.name: stored[each.name] for each in fields(cls) if stored.get(each.name) is not None}
 
     @classmethod
     def from_config(cls, config: Any, **overrides: Any) -> DraftSettings:

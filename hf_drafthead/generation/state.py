@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hf_drafthead.bases.releases import STREAMERS, BaseStreamer, GenerateDecoderOnlyOutput
-from hf_drafthead.bases.slots import ROOM, SlotCache
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.noise import NOTHING_DRAWN
 
@@ -171,22 +171,20 @@ class Outcome(NamedTuple):
     drafted: int
     ready: Any
 
-    def read(self) -> list[list[int]]:
-        """The rows on the host; waits for this step, and for none that was launched after it."""
-        if self.ready is None:
-            return self.packed.tolist()
+    def on_host(self) -> torch.Tensor:
+        """The walk, from a GPU; waits for this step, and for none that was launched after it."""
         aside = torch.cuda.Stream(self.packed.device)
         with torch.cuda.stream(aside):
             aside.wait_event(self.ready)
-            return self.packed.tolist()
+            return self.packed.cpu()
 
 
 class Limits(NamedTuple):
     """Where rows must stop, as tensors, so that a captured step serves every call.
 
     max_length: (B,) the longest length of each row; eos: (B, 1, E) tokens that end it; last_position: (B, 1) the last
-    past position whose node the base may be asked about; padding: () token behind a row's end; pads: () whether a row
-    that has ended emits padding from there on, as long as others go on.
+    past position whose node the base may be asked about; padding: (B, 1) token behind a row's end; pads: (B, 1) whether
+    a row that has ended emits padding from there on, as long as others go on.
     """
 
     max_length: torch.Tensor
@@ -201,9 +199,8 @@ class Rows(NamedTuple):
 
     sequences: (B, W) token ids, with padding behind each row's length; lengths: (B,) tokens of each row so far; ends:
     (B,) at how many of them it ended, 0 where it has not; position_shift: (B, 1) position id minus past position;
-    visible: (B, S) False where past slots hold padding, or None; draft_state: the drafter's own, of tensors and caches.
-
-    cache: the base's, which holds all tokens but each row's last. Caches and sequences are written in place.
+    visible: (B, S) False where past slots hold padding, or None; draft_state: of tensors and caches; cache: the base's,
+    which holds all tokens but each row's last. Caches and sequences are written in place.
     """
 
     sequences: torch.Tensor
@@ -218,14 +215,6 @@ class Rows(NamedTuple):
     def caches(self) -> list[SlotCache]:
         """The base's cache, and those of the drafter."""
         return [self.cache, *(leaf for leaf in tree_leaves(self.draft_state) if isinstance(leaf, SlotCache))]
-
-    def with_room(self, width: int, padding: int) -> Rows:
-        """With sequences (B, width) at least."""
-        if width <= self.sequences.shape[1]:
-            return self
-        more = max(width - self.sequences.shape[1], ROOM)
-        sequences = self.sequences.new_full((len(self.sequences), more), padding)
-        return self._replace(sequences=torch.cat([self.sequences, sequences], dim=1))
 
 
 @dataclass(frozen=True)
@@ -255,15 +244,14 @@ Pending = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 @dataclass
 class DecodingState:
-    """All that one call knows. It belongs to the call: nothing of it lives on a module.
+    """All that a batch knows between two steps; nothing of it lives on a module.
 
-    rows: on the device, see `keep`; limits: where the rows stop; last_position: B of them, of the limits, as the host
-    knows them; past_shift: past positions minus tokens (not 0 where the call began with a cache or embeddings);
-    lengths, ends: what the host knows of each row, its tokens and at how many of them it ended, or None; counted:
-    tokens of the last step, row by row, up to the row's own end; pending: what the drafter has not observed yet; stuck:
-    whether a row emitted nothing in the last step, since the base's logits were no numbers; lost: rows of the last step
-    in which the base was to sample from what is no distribution; certain: (B, C) what comes for certain in a step whose
-    tree has room for that, -1 behind it.
+    last_position: B of them, of the limits, as the host knows them; past_shift: past positions minus tokens (not 0
+    where the call began with a cache or embeddings); lengths, ends: what the host knows of each row, its tokens and at
+    how many of them it ended, or None; counted: tokens of the last step, row by row, up to the row's own end; pending:
+    what the drafter has not observed yet; stuck: whether a row emitted nothing in the last step, since the base's
+    logits were no numbers; lost: rows of the last step in which the base was to sample from what is no distribution;
+    certain: (B, C) what comes for certain in a step whose tree has room for that, -1 behind it.
     """
 
     rows: Rows
@@ -296,7 +284,8 @@ class DecodingState:
     def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits."""
         self.counted, self.lost, tokens, nodes = [], [], [], []
-        for row, (count, _, end, valid, *walk) in enumerate(outcome.read()):
+        packed = outcome.packed if outcome.ready is None else outcome.on_host()
+        for row, (count, _, end, valid, *walk) in enumerate(packed.tolist()):
             if not valid:
                 self.lost.append(row)
             before, had_ended = self.lengths[row], self.ends[row] is not None
@@ -332,9 +321,9 @@ def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]
     return [row for row, end in enumerate(ends) if end is None or lengths[row] < horizon]
 
 
-def may_draw(streamer: BaseStreamer | None) -> bool:
+def may_draw(streamer: BaseStreamer) -> bool:
     """Whether a streamer may draw random numbers: none of transformers' own does."""
-    return streamer is not None and type(streamer) not in STREAMERS
+    return type(streamer) not in STREAMERS
 
 
 class Stream:
@@ -344,24 +333,16 @@ class Stream:
         self.streamer, self.position, self.rules = streamer, 0, rules
         self.random = rules.random if may_draw(streamer) else NOTHING_DRAWN
 
-    def begin(self, input_ids: torch.Tensor) -> None:
-        """Put the prompt (B, P)."""
-        self.position = input_ids.shape[1]
-        self._put(input_ids)
-
     def show(self, tokens: torch.Tensor) -> None:
-        """Put the next position (B,)."""
-        self._put(tokens)
-        self.position += 1
+        """Put the prompt (B, P), or the next position (B,)."""
+        with self.random.lent():
+            self.streamer.put(tokens.cpu())
+        self.position += tokens.shape[1] if tokens.dim() > 1 else 1
 
     def end(self) -> None:
         """Say that there is no more."""
         with self.random.lent():
             self.streamer.end()
-
-    def _put(self, tokens: torch.Tensor) -> None:
-        with self.random.lent():
-            self.streamer.put(tokens.cpu())
 
     def committed(self, state: DecodingState) -> None:
         """Put every position that all rows of a state have reached and that was not shown yet."""
@@ -378,11 +359,11 @@ class Stream:
 class Member:
     """One call in a batch.
 
-    rules, stream: of the call; state: of its rows alone, until it joins and while it is set aside; rows: where they are
-    in the batch; reader: how its steps run the base; given: the ordinary cache of the call and the positions that it
-    held; plan: how its steps draft; prefilled_in: seconds; counted: tokens of each step, row by row, up to the row's
-    own end; error: what has ended it; noise: of the coming positions, between a draft and its walk; request: in a
-    manager, whose tokens they are; weights: of the base that read the prompt, see `Batch.weights`.
+    state: of its rows alone, until it joins and while it is set aside; rows: where they are in the batch; reader: how
+        its steps run the base; given: the ordinary cache of the call and the positions that it held; counted: tokens of
+        each step, row by row, up to the row's own end; error: what has ended it; noise: of the coming positions,
+        between a draft and its walk; request: in a manager, whose tokens they are; weights: of the base that read the
+        prompt, see `Batch.weights`.
     """
 
     rules: Any
@@ -400,14 +381,14 @@ class Member:
     weights: Any = None
 
     def take(self, state: DecodingState, record: StepRecord) -> None:
-        """Take note of a step of the batch, and show what it has given."""
+        """Take note of a step of the batch, and show what it has given; what a streamer raises ends this call alone."""
         try:
             if any(row in self.rows for row in state.lost):
                 raise RuntimeError(NOT_A_DISTRIBUTION)  # as the base
             self.counted.append(record.counts[self.rows.start : self.rows.stop])
             if self.error is None and self.stream is not None:
                 self.stream.committed(state.view(self.rows))
-        except BaseException as error:  # of a streamer: it ends this call alone
+        except BaseException as error:
             self.error = self.error or error
 
     def has_ended(self, state: DecodingState) -> bool:

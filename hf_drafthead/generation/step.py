@@ -29,7 +29,6 @@ from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.grammar import copies_below
 from hf_drafthead.generation.lookup import Copies, with_copies
-from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import (
     NOT_A_DISTRIBUTION,
     Candidates,
@@ -101,7 +100,7 @@ class Stages:
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
-        below = torch.where(((rows.ends > 0) & limits.pads)[:, None], embedded, candidates.tokens[:, 1:])
+        below = torch.where((rows.ends > 0)[:, None] & limits.pads, embedded, candidates.tokens[:, 1:])
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
 
     def fill_static(
@@ -124,11 +123,11 @@ class Stages:
     def fill_dynamic(
         self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, copied: Copies | None = None
     ) -> tuple[Any, Candidates]:
-        """As `fill_static`, of a dynamic tree, copies included.
+        """As `fill_static`, of a dynamic tree, copies included, without waiting for the device: every shape is the
+        tree's.
 
         Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the
-        likeliest node's first. Those that are kept stay in this order. Every shape is fixed by the tree, and nothing
-        waits for the device.
+        likeliest node's first. Those that are kept stay in this order.
         """
         tree, device, rows = self.heads, root.device, root.shape[0]
         tokens, parents, likely = root, torch.zeros_like(root), torch.zeros(rows, 1, device=device)  # (B, M)
@@ -169,8 +168,7 @@ class Stages:
     def verify(self, rows: Rows, limits: Limits, candidates: Candidates) -> Verified:
         """One forward of the base over all nodes.
 
-        Nodes behind the last position that the base would be asked about stay on that position, which exists; the walk
-        does not go there.
+        Nodes behind the last position that the base can be asked about stay on that one; the walk does not go there.
         """
         cache = rows.cache
         positions = past = cache.lengths[:, None]  # the root's
@@ -228,39 +226,25 @@ class Step:
     """The steps of a batch with one tree: its calls share the draft and the forward, and each walks by its own rules.
 
     Args:
-        reader, drafter, tree: how to run the base, what guesses, and what it fills.
-        members: of the batch, by row, None where nobody is; the batch changes the list as calls join and leave.
+        batch, tree: whose steps they are, and what they fill; calls join the batch's members, and leave.
         device: where the rows are.
-        plan: how steps draft and accept.
-        shared: whether others may join, of whom programs must know nothing.
         timed: note the seconds of every stage, for which the host waits after each.
         ahead: the host may launch the next step before it reads this one's outcome, where nothing is asked of it.
     """
 
-    def __init__(
-        self,
-        reader: BaseReader,
-        drafter: Any,
-        tree: Tree,
-        *,
-        members: list[Member | None],
-        device: torch.device,
-        plan: DraftPlan,
-        shared: bool = False,
-        timed: bool = False,
-        ahead: bool = False,
-    ):
-        first = next((member for member in members if member is not None), None)
-        self.rejects = first is not None and first.rules.rejects and not shared
-        self.stages = stages_of(reader, drafter, tree, self.rejects, device)
-        self.tree, self.num_nodes, self.depth = tree, tree.num_nodes, tree.max_depth + 1
-        self.device, self.plan, self.members, self.shared = device, plan, members, shared
-        self.padding = 0 if shared or first is None else first.rules.pad_token
-        self.samples = shared or (first is not None and first.rules.samples)
-        samples = first is not None and bool(first.rules.config.do_sample)
-        self.prefers = plan.acceptance != "exact" and not shared and samples  # some tokens to the base's choice
-        self.ahead = ahead and not shared and first is not None and first.rules.greedy and not self.prefers
-        self.texts = plan.texts_on(device) if isinstance(tree, LookupTree) else None
+    def __init__(self, batch: Any, tree: Tree, *, device: torch.device, timed: bool, ahead: bool):
+        self.plan, self.members, self.shared, drafter = batch.largest, batch.members, batch.shared, batch.drafter
+        first = next((member.rules for member in self.members if member is not None), None)
+        rules = None if self.shared else first  # of the only call; programs must know nothing of those that may join
+        self.rejects = rules is not None and rules.rejects
+        self.stages = stages_of(batch.reader, drafter, tree, self.rejects, device)
+        self.tree, self.num_nodes, self.depth, self.device = tree, tree.num_nodes, tree.max_depth + 1, device
+        self.padding = 0 if rules is None else rules.pad_token
+        self.samples = rules is None or rules.samples
+        # some tokens to the base's choice
+        self.prefers = self.plan.acceptance != "exact" and rules is not None and bool(rules.config.do_sample)
+        self.ahead = ahead and rules is not None and rules.greedy and not self.prefers
+        self.texts = self.plan.texts_on(device) if isinstance(tree, LookupTree) else None
         self.defers = drafter.keeps_history and tree.num_nodes == 1
         self.seconds: dict[str, float] = {}  # of the stages of a step, where they are timed
         self.timed: Any = None

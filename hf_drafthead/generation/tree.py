@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import json
 import reprlib
-from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -46,11 +45,10 @@ _shown.maxtuple, _shown.maxlist, _shown.maxstring, _shown.maxother = 16, 16, 60,
 
 @dataclass(frozen=True)
 class Level:
-    """One call of the drafter: expand `expanded`, then fill the nodes of the next depth.
+    """One call of the drafter: expand nodes (n,) that have children, then fill the nodes of the next depth.
 
-    expanded (n,): nodes that have children; hang_on (n,): place of each one's parent among the nodes expanded by the
-    previous level; slots, ranks (children,): which expanded node a child hangs on and which of its guesses it is;
-    width: how many guesses per node are needed.
+    hang_on (n,): place of each one's parent among the nodes expanded by the previous level; slots, ranks (children,):
+    which expanded node a child hangs on and which of its guesses it is; width: how many guesses per node are needed.
     """
 
     expanded: torch.Tensor
@@ -151,25 +149,21 @@ class DraftTree:
     def levels(self, device: torch.device | str = "cpu") -> tuple[Level, ...]:
         """What the drafter is asked, level by level, as tensors on `device`, made once per device."""
         device = torch.device(device)
-        if device not in self._levels:
-            levels: list[Level] = []
-            tensor = functools.partial(torch.tensor, device=device)
-            before = {0: 0}  # place of each node among those that the previous level expanded
-            for depth in range(1, self.max_depth + 1):
-                below = range(bisect_left(self.depths, depth), bisect_right(self.depths, depth))
-                expanded = sorted({self.parents[node] for node in below})
-                place = {node: slot for slot, node in enumerate(expanded)}
-                ranks = [self.paths[node - 1][-1] for node in below]
-                level = Level(
-                    expanded=tensor(expanded),
-                    hang_on=tensor([before[self.parents[node]] for node in expanded]),
-                    slots=tensor([place[self.parents[node]] for node in below]),
-                    ranks=tensor(ranks),
-                    width=max(ranks) + 1,
-                )
-                levels.append(level)
-                before = place
-            self._levels[device] = tuple(levels)
+        if device in self._levels:
+            return self._levels[device]
+        levels: list[Level] = []
+        tensor = functools.partial(torch.tensor, device=device)
+        before = {0: 0}  # place of each node among those that the previous level expanded
+        for depth in range(1, self.max_depth + 1):
+            below = [node for node, at in enumerate(self.depths) if at == depth]
+            expanded = sorted({self.parents[node] for node in below})
+            place = {node: slot for slot, node in enumerate(expanded)}
+            ranks = [self.paths[node - 1][-1] for node in below]
+            hang_on = tensor([before[self.parents[node]] for node in expanded])
+            slots = tensor([place[self.parents[node]] for node in below])
+            levels.append(Level(tensor(expanded), hang_on, slots, tensor(ranks), max(ranks) + 1))
+            before = place
+        self._levels[device] = tuple(levels)
         return self._levels[device]
 
     def draw(self) -> str:
@@ -190,11 +184,7 @@ class DraftTree:
 
     @classmethod
     def from_json(cls, text: str) -> DraftTree:
-        """The tree of a JSON array of rank paths.
-
-        Raises:
-            ValueError: `text` is not JSON.
-        """
+        """The tree of a JSON array of rank paths; ValueError where `text` is not JSON."""
         wanted = "give an array of rank paths such as [[0], [1], [0, 0]]."
         try:
             paths = json.loads(text)
@@ -205,11 +195,7 @@ class DraftTree:
     @classmethod
     @functools.cache
     def from_name(cls, name: str) -> DraftTree:
-        """One of the published trees, see `published_trees()`.
-
-        Raises:
-            ValueError: no published tree has that name.
-        """
+        """One of the published trees, see `published_trees()`; ValueError where none has that name."""
         if name not in published_trees():
             raise ValueError(
                 f"draft_tree {_shown.repr(name)} is no published tree: expected one of {', '.join(published_trees())}, "
@@ -221,12 +207,7 @@ class DraftTree:
     def resolve(
         cls, tree: str | DraftTree | Iterable[Sequence[int]], max_depth: int | None, vocab_size: int
     ) -> DraftTree:
-        """The tree that a published name, which is cut to the heads there are, or rank paths stand for; see `resolve`.
-
-        Raises:
-            TypeError: `tree` is of another type.
-            ValueError: unknown name, rank paths deeper than the heads, or a rank outside the vocabulary.
-        """
+        """The tree of a published name, which is cut to the heads there are, or of rank paths, see `resolve`."""
         if isinstance(tree, str):
             resolved = cls.from_name(tree).cut(max_depth or MAX_DEPTH)
         else:
@@ -308,17 +289,9 @@ class DynamicTree:
         """Nodes that are guessed, of which the likeliest are kept."""
         return self.width + (self.depth - 1) * self.width**2
 
-    @property
-    def num_nodes(self) -> int:
-        return self.nodes
-
-    @property
-    def max_depth(self) -> int:
-        return self.depth
-
-    @property
-    def slots(self) -> int:
-        return max(self.nodes, (self.depth - 1) * self.width)
+    num_nodes = property(lambda self: self.nodes)
+    max_depth = property(lambda self: self.depth)
+    slots = property(lambda self: max(self.nodes, (self.depth - 1) * self.width))
 
     def fitted(self, max_depth: int | None, vocabulary: int) -> DynamicTree:
         """The tree cut to the heads and the tokens that there are."""
@@ -332,12 +305,9 @@ class DynamicTree:
 class LookupTree:
     """A tree in which copies take the place of nodes that are less likely, see `generation.lookup`.
 
-    Args:
-        tree: of the heads; the root alone where copies are all that is guessed.
-        copies: L, at most.
-        longest_match: tokens that are compared.
-        vocabulary: tokens of the base.
-        certain: C, tokens at most of a path that comes for certain, see `generation.grammar`.
+    tree: of the heads, the root alone where copies are all that is guessed; copies: L, at most; longest_match: tokens
+    that are compared; vocabulary: tokens of the base; certain: C, tokens at most of a path that comes for certain, see
+    `generation.grammar`.
     """
 
     tree: DraftTree | DynamicTree
@@ -350,11 +320,7 @@ class LookupTree:
     def around(
         cls, tree: DraftTree | DynamicTree, copies: int, longest_match: int | None, vocabulary: int
     ) -> LookupTree:
-        """The tree with so many copied tokens, at most as many as it has nodes below the root.
-
-        Raises:
-            ValueError: no token, or no match, is asked for.
-        """
+        """The tree with so many copied tokens, at most as many as it has nodes below the root (ValueError)."""
         longest_match = DEFAULT_MATCH if longest_match is None else longest_match
         for name, value in (("prompt_lookup_num_tokens", copies), ("max_matching_ngram_size", longest_match)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -363,17 +329,9 @@ class LookupTree:
             copies = min(copies, tree.num_nodes - 1)
         return cls(tree, copies, longest_match, vocabulary)
 
-    @property
-    def num_nodes(self) -> int:
-        return max(self.tree.num_nodes, self.copies + self.certain + 1)
-
-    @property
-    def max_depth(self) -> int:
-        return max(self.tree.max_depth, self.copies + self.certain)
-
-    @property
-    def slots(self) -> int:
-        return max(self.tree.slots, self.num_nodes)
+    num_nodes = property(lambda self: max(self.tree.num_nodes, self.copies + self.certain + 1))
+    max_depth = property(lambda self: max(self.tree.max_depth, self.copies + self.certain))
+    slots = property(lambda self: max(self.tree.slots, self.num_nodes))
 
 
 Tree = DraftTree | DynamicTree | LookupTree
@@ -390,8 +348,7 @@ def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
     Args:
         tree: "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; "lookup"
             or no path at all, the root alone; or what `DraftTree.resolve` takes.
-        max_depth: the number of heads; None where the drafter can go on for ever.
-        vocabulary: the number of tokens that the heads choose among.
+        max_depth, vocabulary: the number of heads, None where the drafter can go on for ever; tokens they choose among.
 
     Raises:
         TypeError, ValueError: no such tree, or one that these heads cannot fill.

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from hf_drafthead.bases.limits import CHOOSES_KEYS
+from hf_drafthead.bases.probe import CHOOSES_KEYS
 from hf_drafthead.bases.releases import CACHE, cache_argument
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.modeling.chain_attention import CHAINS

@@ -21,9 +21,8 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.ordinary_caches import key_layers
 from hf_drafthead.bases.output_layer import probe_tokens
-from hf_drafthead.bases.reader import BaseReader
+from hf_drafthead.bases.reader import BaseReader, key_layers
 from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel

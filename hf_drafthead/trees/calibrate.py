@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import GenerationConfig
 
-from hf_drafthead.generation.decoding import with_room
+from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import draft_vocabulary

@@ -28,8 +28,8 @@ from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE, DynamicCache
 from hf_drafthead.generation.batch import Batch
+from hf_drafthead.generation.entry import prefill
 from hf_drafthead.generation.programs import NotCaptured
-from hf_drafthead.generation.prompt import prefill
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftPlan

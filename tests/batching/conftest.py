@@ -5,7 +5,7 @@ import copy
 import pytest
 import transformers
 
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.batching.requests import TREE
 from tests.generation.agreement import shared_base
@@ -20,7 +20,7 @@ def every_warning_is_shown_anew():
 @pytest.fixture
 def untraced(monkeypatch):
     """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
+    monkeypatch.setattr(programs, "compiled", lambda function, config: function)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import tiny_base
@@ -129,7 +129,7 @@ def test_prompts_that_begin_alike_are_read_once(guessing, managed):
 def test_steps_of_fixed_shapes_are_made_once(execution, guessing, managed, monkeypatch, request):
     """Whoever joins and leaves; texts that outgrow the memory go on in a larger one."""
     made = []
-    monkeypatch.setattr(runner, "compiled", lambda function, config: made.append(function) or function)
+    monkeypatch.setattr(programs, "compiled", lambda function, config: made.append(function) or function)
     monkeypatch.setattr(runner, "AHEAD", 32)
     config = GenerationConfig(cache_implementation="static") if execution == "compiled" else None
     recorded = request.getfixturevalue("recordings") if execution == "recorded" else made
@@ -148,7 +148,7 @@ def test_a_manager_that_was_warmed_up_makes_no_program_for_a_request(
 ):
     """And nothing else is left of what it did."""
     made, dice = [], random.Random(14)
-    monkeypatch.setattr(runner, "compiled", lambda function, config: made.append(function) or function)
+    monkeypatch.setattr(programs, "compiled", lambda function, config: made.append(function) or function)
     recorded = request.getfixturevalue("recordings") if execution == "recorded" else made
     config = GenerationConfig(cache_implementation="static") if execution == "compiled" else None
     model = DraftModelForCausalLM.from_base(guessing.base, draft=guessing.drafter.model).eval()  # has no programs yet

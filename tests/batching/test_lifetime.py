@@ -21,8 +21,8 @@ from tests.batching.requests import TREE, add, alone, final
 from tests.batching.test_manager import LONG, SHORT, Gate
 
 TRAINED = (
-    "RuntimeError: the model is in training mode, in which dropout changes texts: train it within pause(), then call "
-    "eval()."
+    "RuntimeError: the model is in training mode, which changes what it computes (attention_dropout=0.3 of "
+    "LlamaAttention): train it within pause(), then call eval()."
 )
 
 
@@ -54,6 +54,14 @@ def test_a_model_that_is_trained_while_it_serves(dropping, managed):
     assert result.generated_tokens == expected[: len(result.generated_tokens)]
     dropping.eval()
     assert final(manager, add(manager, ([5, 6], SHORT))).generated_tokens == alone(dropping.base, ([5, 6], SHORT))
+
+
+def test_a_model_without_dropout_serves_on_in_training_mode(managed):
+    model = DraftModelForCausalLM.from_base(base := tiny_base("llama-gqa"), draft=copy.deepcopy(base)).eval()
+    manager, expected = managed(model), alone(base, ([3, 4, 5], LONG))
+    model.train()
+    result = final(manager, add(manager, ([3, 4, 5], LONG)))
+    assert result.generated_tokens == expected and result.error is None and result.accepted > 0
 
 
 def test_a_model_that_is_put_into_training_mode_within_a_step(dropping, managed, monkeypatch):

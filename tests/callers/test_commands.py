@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_drafthead import cli, zoo
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 from hf_drafthead.trees import calibrate
 from tests.callers import table
 
@@ -21,7 +21,7 @@ ROWS = {"verify": 2}  # of the largest call of a command, one in all others
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
     """Nothing is compiled, and a calibration is short: what is tried here is the calls."""
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
+    monkeypatch.setattr(programs, "compiled", lambda function, config: function)
     for name, value in (("TIMED_TOKENS", 4), ("PAIRS", 2)):
         monkeypatch.setattr(calibrate, name, value)
     monkeypatch.setattr(calibrate, "LEAST_POSITIONS", 2)

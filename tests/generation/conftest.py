@@ -5,7 +5,7 @@ import logging
 import pytest
 import transformers
 
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 
 pytest.register_assert_rewrite("tests.drafters", "tests.generation.agreement")
 
@@ -66,4 +66,4 @@ def notices():
 @pytest.fixture
 def untraced(monkeypatch):
     """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
+    monkeypatch.setattr(programs, "compiled", lambda function, config: function)

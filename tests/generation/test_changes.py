@@ -9,11 +9,13 @@ import threading
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import CompileConfig, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.bases import generators
-from hf_drafthead.generation import noise, programs, runner
+from hf_drafthead.generation import noise, programs
+from hf_drafthead.modeling.adapters import add_adapter
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -94,7 +96,37 @@ def threads(base):
     return lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1)
 
 
-CHANGES = [strength, scaling, every_scaling, hook, positional, forward, dtype, threads]
+def module_of_another_kind(base):
+    def change():
+        base.get_decoder().layers[1].mlp.act_fn = torch.nn.Tanh()
+
+    return change
+
+
+def adapters(base):
+    add_adapter(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    base.eval()
+
+    def switched_off():
+        for module in base.modules():
+            if hasattr(module, "enable_adapters"):
+                module.enable_adapters(False)
+
+    return switched_off
+
+
+CHANGES = [
+    strength,
+    scaling,
+    every_scaling,
+    hook,
+    positional,
+    forward,
+    dtype,
+    threads,
+    module_of_another_kind,
+    adapters,
+]
 
 
 @pytest.mark.few(2)
@@ -114,8 +146,26 @@ def test_whatever_changes_between_two_calls(family, prepare, how, settings):
         torch.set_num_threads(before)
 
 
+@pytest.mark.slow
+def test_autocast_entered_and_left_between_two_calls():
+    model = FAMILIES[0].build(tiny_base("llama", dtype=torch.float32))
+    # traced down to the operations of which autocast has changed the types
+    captured = {"compile_config": CompileConfig(backend="aot_eager", mode="default"), "draft_tree": TREE}
+    output = {"return_dict_in_generate": True, "output_logits": True}
+
+    def in_half_precision():
+        logits = model.generate(**prompt(), **CALL | {"max_new_tokens": 4}, **captured, **output).logits
+        return all(torch.equal(each, each.bfloat16().float()) for each in logits)
+
+    found = [in_half_precision()]
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(in_half_precision())
+        assert same(model, captured)
+    assert [*found, in_half_precision()] == [False, True, False] and same(model, captured)
+
+
 def test_a_program_that_is_trusted_without_its_guards_is_found_out(monkeypatch):
-    monkeypatch.setattr(runner.Program, "fits", lambda *_: True)
+    monkeypatch.setattr(programs.Program, "fits", lambda *_: True)
     model = FAMILIES[0].build(tiny_base("llama"))
     change, settings = every_scaling(model.base), {**RUNNERS["compiled"], "draft_tree": TREE}
     assert same(model, settings)

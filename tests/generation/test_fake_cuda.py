@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation import DraftTree, batch, noise
+from hf_drafthead.generation.step import Step
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -67,8 +68,9 @@ class Reached(Exception):
 def first_step(monkeypatch):
     """Runs a call of a model up to its first step: what would take it, and the state."""
 
-    def stop(model, reader, execution, make, tree, state, members, choose, shared):
-        raise Reached(make(tree, members=members), state)
+    def stop(of, state, choose):
+        device = state.rows.lengths.device
+        raise Reached(Step(of, of.largest.tree, device=device, timed=False, ahead=False), state)
 
     monkeypatch.setattr(batch, "Runner", stop)
     # the stream and the generator of a GPU that is not there
@@ -205,15 +207,15 @@ def test_the_watch_can_fail(wrong):
         wrong(torch.zeros(2, 2, device=CUDA))
 
 
-def test_lengths_on_a_gpu_are_those_of_few_plans_and_masks_are_aligned():
+def test_masks_on_a_gpu_are_aligned():
     with MODE:
-        cache = SlotCache(1, 1, capacity=70)
+        cache = SlotCache(1, 1, capacity=64)
         keys = torch.zeros(1, 1, 9, 4, device=CUDA)
         cache.update(keys, keys, 0)
         cache.count(9)
         cache.place(13)
         seen, _ = cache.update(torch.zeros(1, 1, 13, 4, device=CUDA), torch.zeros(1, 1, 13, 4, device=CUDA), 0)
-        assert cache.seen_extent == 64 and seen.shape[2] == 13 + 64
+        assert seen.shape[2] == 13 + 64
         ancestors = torch.ones(1, 13, 13, dtype=torch.bool, device=CUDA)
         mask = cache.mask(ancestors, torch.zeros(1, 13, device=CUDA), torch.float32)
         assert mask.shape == (1, 1, 13, 77) and mask.stride(2) == 80

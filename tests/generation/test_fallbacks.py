@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import ModelOutput
 
 from hf_drafthead.bases.errors import Unsupported
-from hf_drafthead.bases.limits import attention_windows
+from hf_drafthead.bases.probe import attention_windows
 from hf_drafthead.bases.releases import CACHE, check_length
 from tests.base_table import tiny
 from tests.bases import SIZES, SPECIAL, tiny_base

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from hf_drafthead.generation.decoding import with_room
+from hf_drafthead.generation.batch import with_room
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 

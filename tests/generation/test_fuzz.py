@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CompileConfig, StoppingCriteria, StoppingCriteriaList
 
-from hf_drafthead.generation import prompt as prompts
+from hf_drafthead.generation import entry
 from hf_drafthead.generation.tree import DynamicTree
 from tests.bases import VOCABULARY
 from tests.families import FAMILIES
@@ -141,7 +141,7 @@ def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps
         # a second text is run for every token; without padding the last row decides how many there are
         return chunks + (max(own) if "guidance_scale" in call else 0)
 
-    room, prompts.FIRST_ROOM = prompts.FIRST_ROOM, first_room
+    room, entry.FIRST_ROOM = entry.FIRST_ROOM, first_room
     try:
         found = agree(
             base_of(kind),
@@ -157,7 +157,7 @@ def drafted(accepted, kind, tree, rows, longest, seed, skill, call, stops, keeps
             settings={"compile_config": CompileConfig()} if fixed else {},
         )
     finally:
-        prompts.FIRST_ROOM = room
+        entry.FIRST_ROOM = room
     accepted.append(bool((found.got.accepted_lengths > 1).any()))
 
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.hooks import watched
-from hf_drafthead.bases.limits import attention_windows
+from hf_drafthead.bases.probe import attention_windows
 from hf_drafthead.bases.releases import CACHE, check_length
 from hf_drafthead.generation import mixin
 from tests.bases import EARLIER, SIZES, SPECIAL, tiny_base

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import CompileConfig
 
 from hf_drafthead.bases.compiling import TransposedProducts
-from hf_drafthead.generation.runner import compiled
+from hf_drafthead.generation.programs import compiled
 
 aten = torch.ops.aten
 

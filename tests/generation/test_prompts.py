@@ -157,13 +157,13 @@ def test_learned_positions_up_to_the_last(new_tokens, rows, guess):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("first_room", [1, 3, 10])
 def test_a_text_that_outgrows_the_memory_taken_at_first(first_room, rows, choice, monkeypatch):
-    monkeypatch.setattr("hf_drafthead.generation.prompt.FIRST_ROOM", first_room)
+    monkeypatch.setattr("hf_drafthead.generation.entry.FIRST_ROOM", first_room)
     found = agree(inputs=prompt(rows), call={"max_new_tokens": 70, "eos_token_id": None, **choice})
     assert max(found.new_tokens) == 70
 
 
 def test_embeddings_that_outgrow_the_memory_taken_at_first(monkeypatch):
-    monkeypatch.setattr("hf_drafthead.generation.prompt.FIRST_ROOM", 2)
+    monkeypatch.setattr("hf_drafthead.generation.entry.FIRST_ROOM", 2)
     base, inputs = shared_base("llama-gqa"), prompt(2)
     agree(base, embedded(base, inputs), call={"max_new_tokens": 50}, texts=texts_behind(inputs))
 

@@ -109,7 +109,7 @@ def test_the_hidden_states_read_are_the_inputs_of_the_layers_whatever_a_version_
 
 
 def test_a_drafter_is_told_how_many_positions_there_can_be(monkeypatch):
-    monkeypatch.setattr("hf_drafthead.generation.prompt.FIRST_ROOM", 4)
+    monkeypatch.setattr("hf_drafthead.generation.entry.FIRST_ROOM", 4)
     found = agree(inputs=prompt(2), call={"max_new_tokens": 40}, draft={"keeps_history": True})
     assert found.oracle.states[0].capacity >= 9 + 40 - 1
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 
@@ -48,7 +48,7 @@ def detached(model):
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_copy_of_a_model_and_of_its_base_is_as_good_as_the_model(family, use, way, monkeypatch):
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
+    monkeypatch.setattr(programs, "compiled", lambda function, config: function)
     model = family.build(tiny_base("llama-gqa"))
     USES[use](model)
     detached(model)

@@ -40,7 +40,7 @@ from hypothesis import settings as hypothesis_settings
 ROOT = Path(__file__).parents[2]
 ROOMS = {  # of each module
     **dict.fromkeys(("acceptance", "rules", "tree"), "generation"),
-    **dict.fromkeys(("topology", "slots", "ordinary_caches", "errors"), "bases"),
+    **dict.fromkeys(("topology", "slots", "errors"), "bases"),
 }
 TESTS = ("test_walks.py", "test_slots.py", "test_rules.py", "test_tree.py", "test_typical.py")
 LONGEST_TEST = 1.0  # seconds of the processor; tests that take longer are left out

@@ -207,7 +207,7 @@ def test_captured_steps_of_both_trees_share_the_caches(monkeypatch, fallbacks):
 def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     model.generation_config.calibration = [entry(1, True, entries.drafter_hash(model.drafter))]
-    made, compiled = [], runner.compiled
+    made, compiled = [], programs.compiled
 
     def only_once(function, config):
         made.append(function)
@@ -215,7 +215,7 @@ def test_where_one_size_cannot_be_captured_none_is(monkeypatch, fallbacks):
             raise RuntimeError("this one cannot be compiled")
         return compiled(function, config)
 
-    monkeypatch.setattr(runner, "compiled", only_once)
+    monkeypatch.setattr(programs, "compiled", only_once)
     call = {**prompt(), **LONG}
     text = model.generate(**call, draft_tree="auto", compile_config=TRACED)
     assert torch.equal(text, model.base.generate(**call))

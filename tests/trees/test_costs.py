@@ -11,7 +11,7 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_drafthead
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 from hf_drafthead.generation.programs import PROGRAMS, Programs
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.step import Step
@@ -392,7 +392,7 @@ def test_where_no_tree_pays_compiled_steps_go_on_without_guesses(monkeypatch, no
 
 def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypatch, fallbacks):
     model, ticks = family("medusa"), iter(range(10**6))
-    monkeypatch.setattr(runner, "compiled", None)  # which raises
+    monkeypatch.setattr(programs, "compiled", None)  # which raises
     monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))
     assert of_programs(model, TREES) == costs_of(model)(TREES)
 

@@ -25,10 +25,8 @@ from hf_drafthead.bases.mixers.layer import AcceptedPath, Nodes
 
 
 class DeltaRule:
-    """A state (B, H, k, v). Of each node are recorded its key, Delta and G.
-
-    Args:
-        by_channel: whether a decay belongs to a channel of the keys.
+    """A state (B, H, k, v). Of each node are recorded its key, Delta and G; `by_channel`: a decay is of a channel of
+    keys.
     """
 
     def __init__(self, by_channel: bool):
@@ -62,13 +60,8 @@ def delta_rule_of_nodes(
 ) -> tuple[torch.Tensor, Nodes]:
     """As the functions of transformers and flash-linear-attention, over nodes: (B, N, H, v), and no new state.
 
-    Args:
-        query, key: (B, N, K, k).
-        value: (B, N, H, v).
-        g: log decays (B, N, H), or (B, N, H, k) of every channel.
-        beta: (B, N, H).
-        initial_state: the nodes.
-        use_qk_l2norm_in_kernel: normalize queries and keys.
+    Of queries and keys (B, N, K, k), values (B, N, H, v), log decays g (B, N, H), or (B, N, H, k) of every channel, and
+    beta (B, N, H).
     """
     dtype, layer, tree, state = value.dtype, initial_state.layer, initial_state.tree, initial_state.state
     query, key, value, g, beta = (part.to(state.dtype) for part in (query, key, value, g, beta))

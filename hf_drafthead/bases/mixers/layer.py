@@ -60,11 +60,8 @@ class AcceptedPath(NamedTuple):
 
 
 class TreeTables:
-    """The nodes of a step as its layers without keys need them.
-
-    Args:
-        parents: (R, N), the root its own; parents come before their children.
-        ancestors: (R, N, N), True where the column is the row's node or above it.
+    """The nodes of a step as its layers without keys need them: parents (R, N), which come first, and ancestors (R, N,
+    N).
     """
 
     def __init__(self, parents: torch.Tensor, ancestors: torch.Tensor):
@@ -102,11 +99,8 @@ class TreeTables:
 class Nodes:
     """The nodes of a step in the place of a layer's state, or with their inputs in the place of a convolution's.
 
-    Attributes:
-        layer: whose state they hang at.
-        number: of the state, where a layer has several.
-        inputs: (B, C, N) of the convolution; None until it has been given them.
-        tree: how they hang together.
+    inputs: (B, C, N) of the convolution, None until it has been given them; number: of the state, where there are
+        several.
     """
 
     def __init__(self, layer: RecurrentLayer, number: int, inputs: Any = None):

@@ -32,14 +32,7 @@ def convolve_nodes(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """As `causal_conv1d_fn`, over nodes: (B, C, N).
-
-    Args:
-        hidden_states: the nodes, with their inputs.
-        weight: (C, W).
-        bias: (C,).
-        activation: by transformers' name.
-    """
+    """As `causal_conv1d_fn`, over nodes, of a weight (C, W) and a bias (C,): (B, C, N)."""
     layer, inputs = hidden_states.layer, hidden_states.inputs
     layer.write(f"inputs {hidden_states.number}", inputs.transpose(1, 2))
     windows = hidden_states.tree.windows(weight.shape[-1], inputs.device)  # (R, N, W)

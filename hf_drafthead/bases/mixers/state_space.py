@@ -53,15 +53,7 @@ def scan_nodes(
 ) -> tuple[torch.Tensor, Nodes]:
     """As `mamba_chunk_scan_combined`, over nodes: (B, N, H, P), and no new state.
 
-    Args:
-        hidden_states: x, (B, N, H, P).
-        dt: (B, N, H), before its bias.
-        A: (H,).
-        B, C: (B, N, K, n).
-        initial_states: the nodes.
-        D: (H,), of the residual.
-        dt_bias: (H,).
-        dt_softplus: take the softplus of dt.
+    Of x (B, N, H, P), dt (B, N, H) before its bias (H,), A and D (H,), B and C (B, N, K, n).
     """
     dtype, layer, tree, state = hidden_states.dtype, initial_states.layer, initial_states.tree, initial_states.state
     dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -98,8 +90,7 @@ def scan_root(
 ) -> torch.Tensor:
     """As `selective_state_update`, which mixers call for a single token, here the root alone: (B, H, P).
 
-    Its arguments have no axis of tokens, and those of a head are repeated for each of its channels; z is
-    the gate where a mixer leaves it to this function.
+    Arguments have no axis of tokens, those of a head are repeated for each of its channels; z is a mixer's gate.
     """
     outputs, _nodes = scan_nodes(
         hidden_states[:, None],
