@@ -91,7 +91,7 @@ class Rules:
         self.generator = self.random.begin(self.device) if self.samples and self.rejects else None
         if self.samples and not self.rejects:
             self.random.sample(self.batch_size, self.device)
-        self.grammar = Grammar.of(self)
+        self.grammar = Grammar.of(self) if self.processors else None
 
     @property
     def temperature(self) -> float:
