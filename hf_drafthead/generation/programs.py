@@ -250,7 +250,7 @@ class Arena:
     def __init__(self, state: DecodingState):
         self.rows = state.rows
         self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
-        self.programs: dict[Hashable, Any] = {}  # of `runner.Recorded`
+        self.programs: dict[Hashable, Any] = {}  # of `Recorded`
         self.free = False
 
     @property
@@ -286,7 +286,7 @@ class Programs:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.compiled: list[Any] = []  # of `runner.Program`, the most recently used one last
+        self.compiled: list[Any] = []  # of `Program`, the most recently used one last
         self.arenas: OrderedDict[Hashable, Arena] = OrderedDict()
         self.refused: set[Hashable] = set()
         self.compiles = False  # whether a call compiles; others, whose steps would wait, run theirs eagerly

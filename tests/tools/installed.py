@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
 import hf_drafthead
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 assert hf_drafthead.__file__.startswith(sys.prefix), hf_drafthead.__file__
-runner.compiled = lambda function, config: function
+programs.compiled = lambda function, config: function
 exec(open("block.py").read(), {})
 """
 

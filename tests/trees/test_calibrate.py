@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 from hf_drafthead.trees import calibrate as calibrating
 from hf_drafthead.trees.calibrate import (
     Comparison,
@@ -121,7 +121,7 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
         return generate(self, *args, **call)
 
     monkeypatch.setattr(type(model), "generate", noted)
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)  # which takes long
+    monkeypatch.setattr(programs, "compiled", lambda function, config: function)  # which takes long
     (entry,) = calibrate(model, PROMPTS, captured=True, **QUICK)
     assert entry["execution"] == "compiled" and asked[0] is None and set(asked[1:]) <= {"static"}
     assert [nodes for nodes, *_ in entry["measured"]["candidates"]] == [4, 6]  # each is compiled: few, the deepest

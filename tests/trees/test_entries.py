@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_drafthead.generation import batch, runner
-from hf_drafthead.generation import step as stepping
+from hf_drafthead.generation import grammar as stepping
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees import entries
 from hf_drafthead.trees.entries import CalibrationKey, matching, merged
