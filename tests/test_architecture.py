@@ -261,6 +261,11 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
     assert sum(len(source.splitlines()) for source in sources) <= most
 
 
+@pytest.mark.parametrize("room, most", [("trees", 1670), ("cards", 735)])
+def test_these_rooms_do_not_grow(room, most):
+    assert sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).rglob("*.py")) <= most
+
+
 @pytest.mark.parametrize("name", ["mtp", "dflash", "gemma4_assistant"])
 def test_a_family_is_a_short_file(name):
     assert len((PACKAGE / "modeling" / f"{name}.py").read_text().splitlines()) <= 393

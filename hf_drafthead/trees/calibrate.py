@@ -112,7 +112,8 @@ def calibrate(
     call: dict[str, Any] = {**TOKENS_ALONE, **TO_THE_END, "do_sample": bool(temperature), "min_new_tokens": None}
     call |= {"temperature": float(temperature)} if temperature else {}
     call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
-    with contextlib.nullcontext(_no_bar) if bar is None else bar(1 + (1 + PAIRS) * len(missing)) as begin:
+    steps, nothing = 1 + (1 + PAIRS) * len(missing), contextlib.nullcontext(lambda part: lambda: None)
+    with nothing if bar is None else bar(steps) as begin:
         prompts = [*(sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts)]
         advance = begin("text")
         check_prompts(model, prompts, new_tokens)
@@ -159,10 +160,6 @@ def _check(model: Any, batch_sizes: Sequence[int], max_nodes: int, minutes: floa
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes is {list(batch_sizes)}: expected whole numbers above 0.")
     model._base_reader()  # raises where trees cannot go, before any work is done
-
-
-def _no_bar(part: str) -> Callable[[], None]:
-    return lambda: None
 
 
 def count_trees(

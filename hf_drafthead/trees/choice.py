@@ -51,10 +51,7 @@ def choose(
     """How a call drafts, or steps of so many rows, and why.
 
     Args:
-        model: with `base` and `drafter`.
-        reader: how to run the base.
         settings: of the call and the generation config.
-        rows, execution: of the call.
         named: the plan with the tree that the call names.
         copies: tokens that each step copies from the text; None: as many as were calibrated, where no tree is named.
         longest_match, texts: of the copies, see `LookupTree`.

@@ -31,7 +31,7 @@ UNKNOWN = -1  # rank of a token behind the end of its row
 
 
 class Texts(NamedTuple):
-    """What a base wrote: input_ids (B, T) padded on the right, lengths of the prompts (B,) and of all of it (B,)."""
+    """What a base wrote, (B, T) padded on the right; lengths (B,) of the prompts and of all of it."""
 
     input_ids: torch.Tensor
     prompt_lengths: torch.Tensor

@@ -20,8 +20,7 @@ class Plans:
     """The plan for each number of running rows, made when it is first asked for.
 
     Args:
-        model: with `base` and `drafter`.
-        given: the generation config of the manager; None: the model's.
+        config: of the manager; None: the model's.
         slots: rows at most; None: as many requests as are `wanted`, where that is known, at most 8 on a CPU, else 32.
         draft_tree: of all steps; None: what was measured, or a first choice.
         texts: others than the requests' own that are copied from; None: none.

@@ -17,7 +17,7 @@ from hf_drafthead.generation.programs import PROGRAMS, Programs
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree
-from hf_drafthead.trees import cost_file, costs, switch
+from hf_drafthead.trees import cost_file, costs, entries, switch
 from hf_drafthead.trees.choice import ALLOWANCE, SMALL_TREE
 from hf_drafthead.trees.cost_file import keep, stored
 from hf_drafthead.trees.costs import StepCosts
@@ -26,6 +26,7 @@ from hf_drafthead.trees.switch import LOSS_SHARE
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import prompt
+from tests.generation.test_recorded import recordings as recordings
 from tests.trees.choices import switched
 
 MEASURE, SITUATION = StepCosts.__call__, StepCosts.situation  # before any test replaces them
@@ -437,3 +438,18 @@ def test_drafting_never_loses_more_than_it_may(cost, seed):
             tried += 1
         assert gained >= -(ALLOWANCE + LOSS_SHARE * steps) - 1e-9
     assert tried > 1
+
+
+@pytest.mark.parametrize("execution", [{}, {"cache_implementation": "static"}], ids=["recorded", "compiled"])
+def test_on_a_gpu_recorded_steps_are_measured_and_of_all_nodes_too(execution, recordings, monkeypatch):
+    """Stand-ins for graphs record on a CPU, which is said to be a GPU; what is compiled is judged by them too."""
+    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
+    monkeypatch.setattr(entries, "cpu_name", lambda: "a GPU")
+    monkeypatch.setattr(CalibrationKey, "on_cpu", False)
+    ticks = itertools.count()
+    monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))  # nothing costs more than the root alone
+    model = family("medusa")
+    nodes, text = drafted(model, **execution)
+    assert torch.equal(text, model.base.generate(**prompt(), **LONG)) and set(nodes) == {64}
+    (situation,) = stored()
+    assert "recorded steps" in situation and len(stored()[situation]) == 2 and len(recordings) > 8
