@@ -443,7 +443,7 @@ def test_drafting_never_loses_more_than_it_may(cost, seed):
 @pytest.mark.parametrize("execution", [{}, {"cache_implementation": "static"}], ids=["recorded", "compiled"])
 def test_on_a_gpu_recorded_steps_are_measured_and_of_all_nodes_too(execution, recordings, monkeypatch):
     """Stand-ins for graphs record on a CPU, which is said to be a GPU; what is compiled is judged by them too."""
-    monkeypatch.setattr(runner, "compiled", lambda function, config: function)
+    monkeypatch.setattr(programs, "compiled", lambda function, config: function)
     monkeypatch.setattr(entries, "cpu_name", lambda: "a GPU")
     monkeypatch.setattr(CalibrationKey, "on_cpu", False)
     ticks = itertools.count()
