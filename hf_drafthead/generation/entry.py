@@ -47,7 +47,7 @@ from hf_drafthead.generation.settings import DraftPlan, DraftSettings
 from hf_drafthead.generation.state import DecodingState, Limits, Member, Rows, Stream, may_draw
 from hf_drafthead.generation.step import now
 
-FIRST_ROOM = 64  # new positions for which memory is taken at first
+FIRST_ROOM = 32  # new positions for which memory is taken at first
 FAR = 1 << 40  # where nothing limits a length
 MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most calls have equally many
 

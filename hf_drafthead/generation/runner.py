@@ -48,7 +48,7 @@ logger = logging.get_logger(__name__)
 
 CAPACITY_BUCKET = 16  # capacities are multiples of this, at all of which attention looks; on a GPU of `slots.BUCKET`
 AHEAD = 256  # positions for which programs take a capacity at first; it grows as the text does
-STRETCH = 64  # and eager steps, or an eighth of a long text
+STRETCH = 32  # and eager steps, or an eighth of a long text
 COMPILES = (
     "A step is compiled for each tree and number of rows, half a minute to some minutes each; a call without "
     "cache_implementation='static' and compile_config=, or with disable_compile=True, compiles nothing."
