@@ -32,6 +32,7 @@ ALLOWED = {
     "evaluation": {"door", "exactness", "data", "trees", "modeling", "cards", "generation", "bases"},
     "training": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "hub_upload": {"modeling", "cards", "generation"},
+    "learning": {"training", "trees", "modeling", "generation", "bases"},
     "serving": {"door", "data", "evaluation", "modeling", "generation", "bases"},
     "page": {"data", "evaluation", "trees", "modeling", "cards", "generation", "bases"},
     "formats": {"modeling", "cards", "generation"},
@@ -64,12 +65,14 @@ OF_AN_EXTRA = {
     "hf_drafthead.serving.served": {"llguidance"},  # imported where JSON is asked for, once it is known to be there
 }
 # What imports upward, each in a function of one line that imports when it is called: `push_to_hub`;
-# `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`; the choice of a tree, by what was
-# measured with the steps of `generation`.
+# `from_pretrained(convert=True)`; `init_continuous_batching` and `generate_batch`; `Manager.learn`, `learn_from`; the
+# choice of a tree, by what was measured with the steps of `generation`.
 LOCAL_EXCEPTIONS = {
     ("hf_drafthead.modeling.base", "hf_drafthead.hub_upload"),
     ("hf_drafthead.modeling.loading", "hf_drafthead.formats"),
     ("hf_drafthead.generation.mixin", "hf_drafthead.batching"),
+    ("hf_drafthead.batching.manager", "hf_drafthead.learning"),
+    ("hf_drafthead.modeling.base", "hf_drafthead.learning"),
     ("hf_drafthead.generation.entry", "hf_drafthead.trees"),
 }
 

@@ -145,6 +145,7 @@ class Manager:
         eos_token_id: int | list[int] | None = None,
         *,
         seed: int | None = None,
+        learn: bool | None = None,
         **settings: Any,
     ) -> str:
         """Let a prompt wait for its turn.
@@ -157,6 +158,7 @@ class Manager:
             record_timestamps: results say when each token came.
             seed: the text is that of `torch.manual_seed(seed)` and `generate` alone; default: the random numbers go on
                 from where the process's generator stands, which is moved.
+            learn: whether heads may learn from its text; by default as `learn(everybody=)` says.
             settings: whatever else `generate` takes: `generation_config`, `temperature`, `logits_processor`,
                 `stopping_criteria`, `streamer`, `stop_strings` with `tokenizer`, ...
 
@@ -177,7 +179,7 @@ class Manager:
             settings["max_new_tokens"] = max_new_tokens
         try:
             request = self._request(_checked(input_ids, self.model.base), settings)
-            request.streaming, request.record_timestamps = streaming, record_timestamps
+            request.streaming, request.record_timestamps, request.learn = streaming, record_timestamps, learn
             seed = config_value("seed", {"seed": seed}, request.settings.get("generation_config"))
             if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):
                 raise ValueError(f"seed is {seed!r}: expected a whole number, of 64 bits.")
@@ -324,11 +326,39 @@ class Manager:
         if not self.is_running():  # nor was it started by another thread meanwhile
             self.scheduler.batch = None
 
+    def learn(self, **settings: Any) -> Any:
+        """Let the heads learn from what they serve, from now on, while nobody waits and in a share of the other time.
+
+        Their weights change in place, between two steps, where that raises the tokens per step on recent texts; no text
+        changes. Where it is called again, learning begins anew.
+
+        Args:
+            settings: of `learning.Learner`: `share` of the time (0.1), `memory` of recent texts in tokens, `everybody`.
+
+        Returns:
+            the learner: `counts()` tells what was gained, `save_pretrained(folder)` saves the heads, `stop()` ends it.
+
+        Raises:
+            ValueError: these heads cannot learn here, in one line; requests go on.
+        """
+        learner = _learning().Learner(self.model, **settings)
+        with self.tracker.changed:
+            self.scheduler.learner = learner
+            self.tracker.changed.notify_all()
+        return learner
+
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Between two steps nothing is decoded meanwhile, so that weights can be changed; requests go on afterwards."""
         with self.worker.pause():
             yield
+
+
+def _learning() -> Any:
+    """The room in which heads learn, imported when it is asked for: it knows how they are trained."""
+    from hf_drafthead import learning
+
+    return learning
 
 
 def _checked(input_ids: Any, base: Any) -> list[int]:

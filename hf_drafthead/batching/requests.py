@@ -29,7 +29,8 @@ class Request:
 
     settings: arguments of the model's `generate`, `generation_config` among them; random: its numbers, None where it
         draws none; number: in the order in which they came; streaming: give a result after every step;
-        record_timestamps, keeps_logprobs: note when each token came, and its log probability after the processors.
+        record_timestamps, keeps_logprobs: note when each token came, and its log probability after the processors;
+        learn: whether heads may learn from its text, None where it was not said.
     """
 
     request_id: str
@@ -40,6 +41,7 @@ class Request:
     streaming: bool = False
     record_timestamps: bool = False
     keeps_logprobs: bool = False
+    learn: bool | None = None
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)

@@ -58,6 +58,7 @@ class Scheduler:
         self.batch: Batch | None = None
         self.aside: deque[Member] = deque()
         self.epoch = 0  # how often the base may have been changed while requests ran
+        self.learner: Any = None  # see `Manager.learn`
 
     def forget(self) -> None:
         """Have nobody's requests: the thread that decoded them is in another process."""
@@ -75,6 +76,7 @@ class Scheduler:
         Whatever raises in what all requests share, such as a hook of the base, ends those that run, or where nobody
         does the one whose turn it is. Others go on.
         """
+        began = time.perf_counter()
         try:
             if self.tracker.cancelling:
                 self._end_cancelled()
@@ -83,6 +85,8 @@ class Scheduler:
                 self._step(self.batch)
         except BaseException as error:
             self._recover(error)
+        if self.learner is not None:
+            self.learner.between(time.perf_counter() - began, idle=not self.has_work)
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests that are left; there are none where the queue was drained."""
@@ -272,7 +276,8 @@ class Scheduler:
 
     def counts(self) -> dict[str, float]:
         """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
-        return {**self.tracker.counts(), **self.metrics.values()}
+        learned = {} if self.learner is None else self.learner.counts()
+        return {**self.tracker.counts(), **self.metrics.values(), **learned}
 
     def _failed(self, batch: Batch, error: BaseException) -> None:
         """After a step that has raised: with fewer rows where memory was short, else none of them can go on."""
@@ -353,6 +358,8 @@ class Scheduler:
         self.metrics.end(request)
         if self.answers is not None and request.tokens:
             self.answers.put([*request.prompt[-LONGEST_GRAM:], *request.tokens])  # found from its first token on
+        if self.learner is not None and request.error is None:
+            self.learner.offer(request.prompt, request.tokens, request.learn)
         self.tracker.deliver(request)
 
 

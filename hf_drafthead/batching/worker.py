@@ -174,6 +174,6 @@ class Worker:
                     self.tracker.changed.wait_for(lambda: not self._pauses)
                     self._paused = False
                     continue
-                if self.scheduler.has_work:
+                if self.scheduler.has_work or (self.scheduler.learner is not None and self.scheduler.learner.wants):
                     return True
                 self.tracker.changed.wait()

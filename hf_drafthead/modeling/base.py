@@ -414,6 +414,25 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         self._refuse_loss_of_others()
         return self if self._modules.get("base") is None else self.base.base_model  # none while it is being built
 
+    def learn_from(self, prompts: Any, answers: Any, **settings: Any) -> dict[str, float]:
+        """Let the heads learn from texts that the base has just written, such as rollouts; the base is left alone.
+
+        Their weights change where that raises the tokens per step on texts that are held out. The newest texts of
+        earlier calls are remembered. A base may change between two calls, as one that is trained does.
+
+        Args:
+            prompts, answers: token ids of each, without padding.
+            settings: of `learning.Learner`, of the first call.
+
+        Returns:
+            rounds of learning, how many were taken over, tokens per step before the first one and now.
+
+        Raises:
+            ValueError: these heads cannot learn here, in one line.
+        """
+        counts: dict[str, float] = _learning().learn_from(self, prompts, answers, **settings)
+        return counts
+
     def _refuse_loss_of_others(self) -> None:
         """A trainer may put its own forward before ours, and ask for the output of a base that is frozen."""
         wrapped = self.training and "forward" in self.__dict__ and torch.is_grad_enabled()
@@ -493,6 +512,13 @@ for _name in OF_ADAPTERS:
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, DraftHeadPreTrainedModel._adapted_base))
 for _name in (*OF_EMBEDDINGS, "get_decoder"):
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, lambda model: model.base))
+
+
+def _learning() -> Any:
+    """The room in which heads learn, which imports this one."""
+    from hf_drafthead import learning
+
+    return learning
 
 
 def _hub_upload() -> Any:

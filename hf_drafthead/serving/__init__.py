@@ -39,6 +39,7 @@ def parser() -> Parser:
     add("--context", type=int, metavar="N", help="tokens of a prompt and its answer, by default the base's positions")
     add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help="of all chats")
     add("--lookup-texts", type=Path, metavar="FOLDER", help="copy guesses from the text files of this folder")
+    add("--learn", action="store_true", help='let the heads learn from requests that say "store": true')
     add("--lookup-answers", action=yes_or_no, default=False, help="copy guesses from answers to other clients, too")
     add("--stop-within", type=float, default=10.0, metavar="SECONDS", help="that running answers have at the end")
     add("--cors", action="store_true", help="let pages of any site ask")

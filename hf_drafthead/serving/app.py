@@ -44,6 +44,11 @@ class Room:
         given = {name: getattr(served.options, name) for name in ("slots", "max_queue_size", "lookup_answers")}
         texts = {"lookup_texts": served.options.texts, "tokenizer": served.decoder}
         self.manager = served.model.init_continuous_batching(**given, **texts)
+        if served.options.learn:
+            try:
+                self.manager.learn(everybody=False)
+            except ValueError as problem:
+                logging.getLogger("uvicorn.error").warning("--learn: %s", problem)
         self.manager.warmup()
         self.manager.start()
 
@@ -60,7 +65,8 @@ class Room:
         self.open.add(results)
         try:
             for choice in call.choices:
-                self.manager.add_request(choice.prompt.ids, choice.id, streaming=stream, **choice.settings)
+                told = {"streaming": stream, "learn": bool(call.body.get("store"))}
+                self.manager.add_request(choice.prompt.ids, choice.id, **told, **choice.settings)
                 running.add(choice.id)
                 self.manager.register_result_handler(choice.id, lambda *got, to=choice: results.put_nowait((to, *got)))
             while running:

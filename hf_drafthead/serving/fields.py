@@ -32,7 +32,7 @@ COMMON |= {"stream_options": fields(include_usage=bool, include_obfuscation=NO)}
 SCORES: dict[str, Any] = {"logit_bias": dict[str, number(-100.0, 100)], "n": number(1, 128)}  # type: ignore
 SCORES |= {"stop": TEXT | list[TEXT], "max_tokens": COUNT}  # type: ignore
 OF_CHATS = {"tool_choice": Literal["auto", "none"], "parallel_tool_calls": bool, "top_logprobs": number(0, 20)}
-OF_CHATS |= {"chat_template_kwargs": dict, "metadata": dict, "service_tier": Literal["auto", "default"], "store": NO}
+OF_CHATS |= {"chat_template_kwargs": dict, "metadata": dict, "service_tier": Literal["auto", "default"], "store": bool}
 COMPLETIONS = {**COMMON, **SCORES, "prompt": str | list, "logprobs": number(0, 20)}
 CHAT = {**COMMON, **SCORES, **OF_CHATS, "messages": list[fields(**MESSAGE)]}  # type: ignore
 CHAT |= {"max_completion_tokens": COUNT, "logprobs": bool, "reasoning_effort": str}

@@ -46,6 +46,8 @@ class Completions:
         self.key, self.most = uuid.uuid4().hex, self.body.get("max_tokens")
         if self.body.get("model", served.name) != served.name:
             raise Refused("model", f"{served.name!r} is served here, no other.", "model_not_found")
+        if self.body.get("store") and not served.options.learn:
+            raise Refused("store", "it is true for a server that learns alone: `serve --learn`.")
         if "stream_options" in self.body and not self.body.get("stream"):
             raise Refused("stream_options", "it is of streams alone.")
         self.prompts = self.read(self.body)

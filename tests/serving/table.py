@@ -58,7 +58,7 @@ VALUES: dict[str, tuple[Any, str]] = {
         "settings of transformers for sampling, beams and lengths, as an object or JSON",
     ),
     "metadata": ({"a": "b"}, "comes back with the answer"),
-    "store": (False, "`false`"),
+    "store": (False, "`false`, or with `--learn` whether heads may learn from the answer"),
     "background": (False, "`false`"),
     "truncation": ("disabled", "`disabled`"),
     "service_tier": ("auto", "`auto`, `default`"),

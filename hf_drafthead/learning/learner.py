@@ -1,0 +1,291 @@
+"""Heads learn from the texts that they have served: a copy of them is trained, tried, and taken over if it is better.
+
+    texts      a finished request gives its text; every sixth one is held out
+    learn      steps of the family's own loss, on a copy of the heads
+    try        the copy's weights on the texts held out: tokens per step, before and after
+    keep       they stay if these rise, on what is asked now, and do not fall on what was asked earlier; else they go
+
+Each of these is a short piece of work, done by the thread that decodes, between two steps (`between`). What heads guess
+decides nothing but how many steps a text takes, so that no text changes with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from hf_drafthead.bases.errors import out_of_memory
+from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.state import draft_vocabulary
+from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.learning.texts import RecentTexts, Text, batch_of
+from hf_drafthead.training.examples import collate
+from hf_drafthead.training.trainer import loss_of, recipe_of
+from hf_drafthead.trees.rank_paths import UNKNOWN, rank_paths
+
+logger = logging.get_logger(__name__)
+
+ROWS = 8  # texts of a step
+FRESH = 8  # new texts for which a round begins
+LEAST_HELD_OUT = 2
+WARM = 8  # steps in which the rate rises
+PATIENCE = 3  # rounds without a rise, behind which the copy begins anew
+ALLOWED_FALL = 0.95  # of tokens per step on what was asked earlier
+GRADIENT = 1.0  # norm of all gradients, at most
+SLOWEST = 1e-5  # rate at which learning has come to an end
+
+
+class Learner:
+    """Trains the heads of a model on recent texts.
+
+    Args:
+        model: with heads; its weights are written in place.
+        share: of the time, that learning takes while requests wait or run; idle time is free.
+        memory: tokens of recent texts.
+        held_out: recent texts by which weights are judged.
+        steps: of a round, between two trials.
+        learning_rate: at first; it halves where a round has brought nothing.
+        everybody: whether texts are taken whose request does not say (`add_request(learn=...)`).
+
+    Raises:
+        ValueError: these heads cannot learn here, in one line.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        share: float = 0.1,
+        memory: int = 1 << 17,
+        held_out: int = 24,
+        steps: int = 16,
+        learning_rate: float = 1e-3,
+        everybody: bool = True,
+    ):
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+            raise ValueError(f"share is {share!r}: expected the part of the time that learning takes, between 0 and 1.")
+        refuse(model)
+        self.model, self.share, self.steps, self.everybody = model, share, steps, everybody
+        self.rate = learning_rate
+        self.texts, self.lock = RecentTexts(memory, held_out), threading.Lock()
+        self.stopped: str | None = None  # why nothing is learned any more
+        self.spent = self.served = 0.0  # seconds, while requests waited or ran
+        self.rounds = self.taken = self.dropped = self.tries = 0
+        self.first: float | None = None  # tokens per step on recent texts, before anything was learned
+        self.now: float | None = None
+        self._work: Iterator[None] | None = None
+        self._copy: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the model has no learner."""
+        return type(None), ()
+
+    # ---- what a manager calls
+
+    def offer(self, prompt: Sequence[int], answer: Sequence[int], allowed: bool | None = None) -> None:
+        """Take the text of a finished request, if its client allows that."""
+        if self.stopped is None and (self.everybody if allowed is None else allowed):
+            self.texts.add(prompt, answer)
+
+    @property
+    def wants(self) -> bool:
+        """Whether there is something to learn."""
+        texts = self.texts
+        ready = texts.fresh >= FRESH and len(texts.texts) >= ROWS and len(texts.recent) >= LEAST_HELD_OUT
+        return self.stopped is None and (self._work is not None or ready)
+
+    def between(self, seconds: float, idle: bool = False) -> None:
+        """Between two steps: learn for a moment, where nobody waits, or where the share of the time allows it.
+
+        Whatever goes wrong is told in one line and ends learning, and nothing else.
+
+        Args:
+            seconds: since the last call, in which requests were served.
+            idle: nobody waits.
+        """
+        self.served += seconds
+        if not self.wants or not (idle or self.spent <= self.share * (self.spent + self.served)):
+            return
+        start = time.perf_counter()
+        try:
+            self.work()
+        except Exception as error:
+            memory = "there is no memory for the gradients" if out_of_memory(error) else None
+            self.stop(memory or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        self.spent += 0.0 if idle else time.perf_counter() - start
+
+    def stop(self, reason: str = "stop() was called.") -> None:
+        """Learn no more; the heads stay as they are."""
+        self.stopped, self._work, self._copy = reason, None, None
+        logger.warning(f"Heads do not learn any more, and serve as they are: {reason}")
+
+    # ---- learning
+
+    def work(self) -> bool:
+        """Do a piece of a round; whether it was the last one."""
+        self._work = self._work or self._round()
+        try:
+            with torch.inference_mode(False):
+                next(self._work)
+            return False
+        except StopIteration:
+            self._work = None
+            return True
+
+    def _round(self) -> Iterator[None]:
+        if self.model.base.training:
+            raise RuntimeError("the base is in training mode: call eval().")
+        self.texts.fresh = 0
+        learning = self._begin()
+        for step in range(self.steps):
+            if not self._step(learning, step):
+                self._drop()
+                return
+            yield
+        recent = list(self.texts.recent)
+        before = self._measured(recent)
+        self.first = before if self.first is None else self.first
+        for text in recent[-2:]:
+            self.texts.keep(text, self._measured([text]))
+        yield
+        with self.lock, self._tried(learning) as keep:
+            after = self._measured(recent)
+            falls = any(self._measured(texts) < ALLOWED_FALL * then for texts, then in self.texts.kinds())
+            better = after > before and not falls
+            if better:
+                keep()
+        self.now = after if better else before
+        self.rounds += 1
+        if better:
+            self.taken, self.tries = self.taken + 1, 0
+            logger.info(f"Heads have learned: {before:.2f} -> {after:.2f} tokens per step on recent texts.")
+            return
+        self.tries += 1
+        if falls or self.tries >= PATIENCE:
+            self._drop()
+
+    def _drop(self) -> None:
+        """Begin anew from the weights that serve, more slowly."""
+        self._copy, self.tries, self.dropped = None, 0, self.dropped + 1
+        self.rate = max(self.rate / 2, SLOWEST)
+
+    def _begin(self) -> Any:
+        """The copy that learns; a new one where the heads are others now."""
+        drafter = self.model.drafter
+        versions = [parameter._version for parameter in drafter.parameters()]
+        learning = self._copy
+        if learning is None or learning.source is not drafter or learning.versions != versions:
+            twin = copy.deepcopy(drafter, {id(self.model.base): self.model.base}).float().eval().requires_grad_(True)
+            weights = [*twin.parameters()]
+            settings = {**recipe_of(self.model), "feature_noise": 0.0}
+            learning = self._copy = SimpleNamespace(
+                source=drafter,
+                versions=versions,
+                weights=weights,
+                mean=[weight.detach().clone() for weight in weights],
+                done=0,
+                model=SimpleNamespace(base=self.model.base, drafter=twin, config=self.model.config, training=False),
+                loss=loss_of(self.model, settings),
+                optimizer=torch.optim.AdamW(weights, self.rate, betas=(0.9, 0.99), weight_decay=0.0),
+            )
+        return learning
+
+    def _step(self, learning: Any, step: int) -> bool:
+        """A step of the copy, whose mean over a round is what is tried; False where the loss is no number."""
+        device = self.model.get_input_embeddings().weight.device
+        inputs = {name: tensor.to(device) for name, tensor in collate(self.texts.some(ROWS)).items()}
+        with torch.enable_grad(), without_gradients(self.model.base):
+            loss, _ = learning.loss(learning.model, inputs, count=False)
+            gradients = torch.autograd.grad(loss, learning.weights, allow_unused=True)
+        for weight, gradient in zip(learning.weights, gradients):
+            weight.grad = gradient
+        norm = torch.nn.utils.clip_grad_norm_(learning.weights, GRADIENT)
+        if not bool(norm.isfinite()):
+            return False
+        learning.done += 1
+        for group in learning.optimizer.param_groups:
+            group["lr"] = self.rate * min(learning.done / WARM, 1.0)
+        learning.optimizer.step()
+        learning.optimizer.zero_grad()
+        for mean, weight in zip(learning.mean, learning.weights):
+            mean.lerp_(weight.detach(), 1 / (step + 1))
+        return True
+
+    @contextlib.contextmanager
+    def _tried(self, learning: Any) -> Iterator[Any]:
+        """The model with the copy's weights; they stay where what is given is called."""
+        weights = [*learning.source.parameters()]
+        before, kept = [weight.detach().clone() for weight in weights], []
+        write(weights, learning.mean)
+        try:
+            yield lambda: kept.append(True)
+        finally:
+            if not kept:
+                write(weights, before)
+            learning.versions = [weight._version for weight in weights]
+
+    # ---- measuring
+
+    def _measured(self, texts: Sequence[Text]) -> float:
+        """Mean tokens per step on some texts, at any of their places, with a tree of 64 nodes."""
+        model = self.model
+        tree = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
+        device, paths, values = model.get_input_embeddings().weight.device, set(tree.paths), []
+        for first in range(0, len(texts), ROWS):
+            batch = batch_of(texts[first : first + ROWS], device)
+            for row in rank_paths(model, *batch, depth=tree.max_depth).tolist():
+                places = [tuple(levels) for levels in row if levels[0] != UNKNOWN]
+                depths = (next((d for d in range(tree.max_depth, 0, -1) if at[:d] in paths), 0) for at in places)
+                values.append(1 + sum(depths) / max(len(places), 1))
+        return sum(values) / len(values)
+
+    def counts(self) -> dict[str, float]:
+        """Rounds of learning, how many were taken over and dropped; tokens per step before the first one, and now."""
+        known = {"learning_first_tokens_per_step": self.first, "learning_tokens_per_step": self.now}
+        rounds = {"learning_rounds": self.rounds, "learning_taken": self.taken, "learning_dropped": self.dropped}
+        return rounds | {name: value for name, value in known.items() if value is not None}
+
+    def save_pretrained(self, folder: Any, **arguments: Any) -> None:
+        """Save the model as it has learned, as its own method does; never weights that are only tried."""
+        with self.lock:
+            self.model.save_pretrained(folder, **arguments)
+
+
+def refuse(model: Any) -> None:
+    """Refuse, in one line, heads that cannot learn where they are; a ValueError."""
+    recipe_of(model)  # there is nothing to train in copies of the text
+    weights, of_base = [*model.drafter.parameters()], [*model.base.parameters()]
+    if any(not weight.is_floating_point() or type(weight) is not torch.nn.Parameter for weight in weights):
+        raise ValueError("the heads are quantized, and their weights cannot learn: load them without a quantizer.")
+    if len({weight.device for weight in (*weights, *of_base)}) > 1 or any(weight.is_meta for weight in of_base):
+        raise ValueError("the model is spread over several devices: heads learn where all of it is on one.")
+    if any(weight.is_inference() for weight in (*weights, *of_base)):
+        raise ValueError("the model was loaded in inference mode, in which nothing can be learned: load it outside.")
+
+
+def write(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Write weights where they are, so that programs of steps read them."""
+    with torch.no_grad():
+        for place, value in zip(places, values, strict=True):
+            place.copy_(value)
+
+
+@contextlib.contextmanager
+def without_gradients(base: Any) -> Iterator[None]:
+    """The weights of a base that heads read are taken as they are, and get no gradient."""
+    asked = [weight for weight in base.parameters() if weight.requires_grad]
+    for weight in asked:
+        weight.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in asked:
+            weight.requires_grad_(True)

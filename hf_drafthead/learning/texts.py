@@ -1,0 +1,89 @@
+"""The texts that heads learn from, and those by which it is judged whether they did; in bounded memory."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_drafthead.training.heads_loss import IGNORED
+
+LONGEST = 512  # tokens of a text, of which the prompt's end takes what its answer leaves
+LEAST_ANSWER = 4  # tokens; heads learn little of fewer
+EVERY = 6  # one of so many texts is held out
+OF_A_KIND, KINDS = 6, 16  # texts that are held out for long, of those on which heads guess equally well
+LEAST_OF_A_KIND = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A verified text: ids (T,) int32, and where its answer begins."""
+
+    ids: torch.Tensor
+    start: int
+
+    def row(self) -> dict[str, torch.Tensor]:
+        """As training wants it: heads learn from the answer alone."""
+        ids = self.ids.long()
+        return {"input_ids": ids, "labels": ids.where(torch.arange(len(ids)) >= self.start, IGNORED)}
+
+
+class RecentTexts:
+    """The newest texts.
+
+    Every sixth is held out: the newest of these tell how heads guess on what is asked now (`recent`). Few of each kind
+    stay for longer (`kept`), a kind being texts on which the heads guessed equally well when they came: one client with
+    very many texts does not push out those of all others.
+
+    Args:
+        tokens: to learn from, at most; 4 bytes each.
+        held_out: recent texts that are held out.
+    """
+
+    def __init__(self, tokens: int, held_out: int):
+        self.tokens, self.size, self.seen, self.fresh = tokens, 0, 0, 0
+        self.texts: deque[Text] = deque()
+        self.recent: deque[Text] = deque(maxlen=held_out)
+        self.kept: dict[int, deque[tuple[Text, float]]] = {}
+        self.dice = random.Random(0)
+
+    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
+        """Take a text; of a long one the beginning of the answer, behind the end of the prompt."""
+        if len(answer) < LEAST_ANSWER or not prompt:
+            return
+        answer = answer[: LONGEST - 1]
+        prompt = prompt[-(LONGEST - len(answer)) :]
+        text = Text(torch.tensor([*prompt, *answer], dtype=torch.int32), len(prompt))
+        self.seen, self.fresh = self.seen + 1, self.fresh + 1
+        if self.seen % EVERY == 0:
+            self.recent.append(text)
+            return
+        self.texts.append(text)
+        self.size += len(text.ids)
+        while self.size > self.tokens and len(self.texts) > 1:
+            self.size -= len(self.texts.popleft().ids)
+
+    def some(self, count: int) -> list[dict[str, torch.Tensor]]:
+        """Rows to learn from, any of those there are."""
+        return [text.row() for text in self.dice.sample(list(self.texts), min(count, len(self.texts)))]
+
+    def keep(self, text: Text, tokens_per_step: float) -> None:
+        """Hold a text out for long, with the tokens per step that the heads had on it when it came."""
+        kind = min(int(3 * tokens_per_step), KINDS - 1)
+        self.kept.setdefault(kind, deque(maxlen=OF_A_KIND)).append((text, tokens_per_step))
+
+    def kinds(self) -> Iterator[tuple[list[Text], float]]:
+        """The texts of each kind that stay, and the mean of the tokens per step when they came; few tell nothing."""
+        for texts in (texts for texts in self.kept.values() if len(texts) >= LEAST_OF_A_KIND):
+            yield [text for text, _ in texts], sum(value for _, value in texts) / len(texts)
+
+
+def batch_of(texts: Sequence[Text], device: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Texts (B, T) padded on the right, lengths of their prompts (B,) and of all of them (B,)."""
+    ids = torch.nn.utils.rnn.pad_sequence([text.ids.long() for text in texts], batch_first=True)
+    sizes = torch.tensor([[text.start, len(text.ids)] for text in texts], device=device)
+    return ids.to(device), sizes[:, 0], sizes[:, 1]

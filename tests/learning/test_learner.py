@@ -1,0 +1,247 @@
+"""Heads learn from what they serve: no text changes, and weights only where that gains something."""
+
+import copy
+import logging
+import pickle
+import time
+
+import pytest
+import torch
+
+import hf_drafthead
+from hf_drafthead.learning import Learner, RecentTexts
+from hf_drafthead.learning import learner as learners
+from hf_drafthead.learning.texts import EVERY, LEAST_OF_A_KIND, LONGEST, OF_A_KIND
+from tests.bases import VOCABULARY, tiny_base
+from tests.families import FAMILIES
+
+CALL = {"max_new_tokens": 16, "eos_token_id": -1}
+FEW = [family for family in FAMILIES if family.name in ("medusa", "hydra++", "eagle3")]
+
+
+def prompts(count, seed=0, kinds=6):
+    """Few kinds of prompts, over and over, which heads soon know."""
+    dice = torch.Generator().manual_seed(seed)
+    some = torch.randint(3, VOCABULARY, (kinds, 6), generator=dice).tolist()
+    return [some[number % kinds] for number in range(count)]
+
+
+def answer(base, prompt, **call):
+    return base.generate(torch.tensor([prompt]), **{**CALL, "eos_token_id": None, **call})[0, len(prompt) :].tolist()
+
+
+def served(model, asked, rounds, **settings):
+    """The texts of requests of a manager that learns, and the learner."""
+    manager = model.init_continuous_batching(slots=4)
+    learner = manager.learn(steps=4, **settings)
+    manager.start()
+    texts = []
+    for _ in range(rounds):
+        names = [manager.add_request(prompt, **CALL, **more) for prompt, more in asked]
+        texts.append([manager.get_result(name).generated_tokens for name in names])
+        while learner.wants:
+            time.sleep(0.01)
+    manager.stop()
+    return texts, learner
+
+
+def drafter_of(model):
+    return [weight.detach().clone() for weight in model.drafter.parameters()]
+
+
+@pytest.mark.parametrize("family", FEW, ids=lambda family: family.name)
+def test_no_text_changes_while_the_heads_do(family):
+    model = family.build(tiny_base("llama-gqa"))
+    asked = [(prompt, {"do_sample": bool(place % 2), "seed": place}) for place, prompt in enumerate(prompts(12))]
+    model.base.requires_grad_(True)
+    before, of_base = drafter_of(model), [weight.clone() for weight in model.base.parameters()]
+    expected = []
+    for prompt, more in asked:
+        torch.manual_seed(more["seed"])
+        expected.append(answer(model.base, prompt, do_sample=more["do_sample"]))
+    state = torch.get_rng_state()
+    texts, learner = served(model, asked, 5, learning_rate=0.01)
+    assert all(text == expected for text in texts)
+    assert learner.stopped is None and learner.rounds > 1
+    assert all(map(torch.equal, before, drafter_of(model))) == (not learner.taken)
+    assert family.name != "medusa" or learner.taken > 0 and learner.now > learner.first
+    assert all(map(torch.equal, of_base, model.base.parameters())) and torch.equal(state, torch.get_rng_state())
+    assert all(weight.grad is None and weight.requires_grad for weight in model.base.parameters())
+
+
+def test_that_law_finds_a_learner_that_writes_into_the_base(monkeypatch):
+    model, write = FEW[0].build(tiny_base("llama-gqa")), learners.write
+
+    def wrong(places, values):
+        write(places, values)
+        write([model.base.lm_head.weight], [model.base.lm_head.weight.roll(1, 0)])
+
+    asked = [(prompt, {}) for prompt in prompts(12)]
+    expected = [answer(model.base, prompt) for prompt, _ in asked]
+    monkeypatch.setattr(learners, "write", wrong)
+    texts, _ = served(model, asked, 5)
+    assert texts[0] == expected and texts[-1] != expected
+
+
+def learner_with(model, count=24, **settings):
+    """A learner that knows some texts."""
+    learner = Learner(model, **settings)
+    for prompt in prompts(count):
+        learner.offer(prompt, answer(model.base, prompt))
+    return learner
+
+
+def run(learner):
+    while not learner.work():
+        pass
+
+
+@pytest.mark.parametrize("better", [False, True])
+def test_weights_stay_only_where_tokens_per_step_rise(better, monkeypatch):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    learner, before, measured = learner_with(model, steps=2), drafter_of(model), []
+
+    def measure(self, texts):
+        measured.append(1)
+        return 2.0 + (1 if better else -1) * len(measured) / 100
+
+    monkeypatch.setattr(Learner, "_measured", measure)
+    run(learner)
+    assert all(map(torch.equal, before, drafter_of(model))) == (not better)
+    assert (learner.taken, learner.rounds) == (int(better), 1)
+
+
+def test_what_was_asked_earlier_is_not_forgotten_for_what_is_asked_now(monkeypatch):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    learner, before = learner_with(model, steps=2), drafter_of(model)
+    earlier, rising = [learner.texts.recent[0]] * LEAST_OF_A_KIND, iter(range(99))
+    for text in earlier:
+        learner.texts.keep(text, 5.9)
+    monkeypatch.setattr(Learner, "_measured", lambda self, texts: 2.0 if texts == earlier else 2.0 + next(rising))
+    run(learner)
+    assert all(map(torch.equal, before, drafter_of(model))) and learner.dropped == 1
+
+
+def test_an_error_while_weights_are_tried_puts_them_back_and_ends_learning_alone(monkeypatch, caplog):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    before, measure, asked = drafter_of(model), Learner._measured, [(prompt, {}) for prompt in prompts(12)]
+    calls = []
+
+    def fails(self, texts):
+        calls.append(1)
+        if len(calls) > 3:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return measure(self, texts)
+
+    monkeypatch.setattr(Learner, "_measured", fails)
+    expected = [answer(model.base, prompt) for prompt, _ in asked]
+    texts, learner = served(model, asked, 4)
+    assert texts == [expected] * 4 and learner.stopped == "there is no memory for the gradients"
+    assert all(map(torch.equal, before, drafter_of(model))) and not learner.wants
+
+
+def test_fresh_heads_draft_after_some_requests():
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    prompt, counts = prompts(1)[0], {}
+    texts = [answer(model.base, prompt)] * 24
+    for _ in range(4):
+        counts = model.learn_from([prompt] * 24, texts, **({} if counts else {"learning_rate": 0.01}))
+    assert counts["learning_first_tokens_per_step"] < 1.8 < 2.5 < counts["learning_tokens_per_step"]
+    assert copy.deepcopy(model).learn_from([], [])["learning_rounds"] == 0
+    assert pickle.loads(pickle.dumps(model)).__dict__["_learner"] is None
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_only_texts_that_clients_allow_are_learned_from(everybody):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    asked = [(prompt, {"learn": allowed}) for prompt, allowed in zip(prompts(3), (None, True, False))]
+    _, learner = served(model, asked, 1, everybody=everybody)
+    assert learner.texts.seen == 1 + everybody
+    _, learner = served(model, [(prompt, {"max_new_tokens": 16}) for prompt in ()], 1)
+    assert learner.texts.seen == 0
+
+
+def test_memory_is_bounded_and_a_flood_does_not_push_out_other_kinds():
+    texts = RecentTexts(1000, held_out=4)
+    rare = object()
+    for _ in range(LEAST_OF_A_KIND):
+        texts.keep(rare, 3.1)
+    for number in range(1, 2000):
+        texts.add([3] * 700, [4] * (number % 90 + 4))
+        if number % EVERY == 0:
+            texts.keep(texts.recent[-1], 1.1)
+    assert texts.size <= 1000 and len(texts.recent) == 4 and texts.seen == 1999
+    assert sum(len(text.ids) for text in texts.texts) == texts.size and len(texts.texts[-1].ids) == LONGEST
+    (first, _), (second, _) = texts.kinds()
+    assert first == [rare] * LEAST_OF_A_KIND and len(second) == OF_A_KIND
+    row = texts.some(1)[0]
+    assert (row["labels"] != -100).sum() == (row["input_ids"] == 4).sum()
+
+
+def quantized(model):
+    weight = next(model.drafter.parameters())
+    weight.requires_grad_(False)
+    weight.data = weight.data.to(torch.int8)
+
+
+def spread(model):
+    next(model.base.parameters()).data = torch.empty(2, device="meta")
+
+
+@pytest.mark.parametrize(
+    "change, settings, line",
+    [
+        (quantized, {}, "the heads are quantized, and their weights cannot learn: load them without a quantizer."),
+        (spread, {}, "the model is spread over several devices: heads learn where all of it is on one."),
+        (None, {"share": 2}, "share is 2: expected the part of the time that learning takes, between 0 and 1."),
+    ],
+)
+def test_where_heads_cannot_learn_that_is_said_in_one_line(change, settings, line):
+    model = FEW[0].build(tiny_base("llama-gqa", dtype=torch.float32))
+    manager = model.init_continuous_batching(slots=2)
+    if change:
+        change(model)
+    with pytest.raises(ValueError) as refused:
+        manager.learn(**settings)
+    assert str(refused.value) == line and manager.scheduler.learner is None
+
+
+def test_copies_of_the_text_have_nothing_to_learn():
+    with pytest.raises(ValueError, match="'lookup' has nothing to train"):
+        hf_drafthead.from_base(tiny_base("llama")).init_continuous_batching().learn()
+
+
+def test_a_base_in_training_mode_ends_learning_in_one_line(caplog):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    learner = learner_with(model)
+    model.base.train()
+    with caplog.at_level(logging.WARNING):
+        learner.between(1.0, idle=True)
+    assert learner.stopped == "RuntimeError: the base is in training mode: call eval()."
+
+
+def test_the_share_of_the_time_is_kept(monkeypatch):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    learner, clock = learner_with(model), iter(range(10**6))
+    monkeypatch.setattr(learners.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(Learner, "wants", True)
+    monkeypatch.setattr(Learner, "work", lambda self: None)
+    for _ in range(1000):
+        learner.between(1.0)
+    assert learner.served == 1000 and 0.09 < learner.spent / (learner.spent + learner.served) < 0.11
+    spent = learner.spent
+    learner.between(0.0, idle=True)
+    assert learner.spent == spent
+
+
+def test_heads_that_have_learned_are_saved(tmp_path):
+    model = FEW[0].build(tiny_base("llama-gqa", dtype=torch.float32))
+    model.base.save_pretrained(tmp_path / "base")
+    model = type(model).from_base(tmp_path / "base", num_draft_heads=2)
+    learner = learner_with(model, learning_rate=0.01)
+    while not learner.taken:
+        learner.texts.fresh = 99
+        run(learner)
+    learner.save_pretrained(tmp_path / "heads")
+    loaded = type(model).from_pretrained(tmp_path / "heads")
+    assert all(map(torch.equal, drafter_of(model), drafter_of(loaded)))
