@@ -58,7 +58,7 @@ def main() -> None:
     half = asked.requests // 2 if asked.then else asked.requests
     requests = prompts(tokenizer, files, half, 0)
     requests += prompts(tokenizer, asked.then, asked.requests - half, 1) if asked.then else []
-    manager = model.init_continuous_batching(slots=8, draft_tree="mc_sim_7b_63")
+    manager = model.init_continuous_batching(slots=8, draft_tree={"dynamic": {"nodes": 16}})
     learner = None if asked.still else manager.learn(share=asked.share)
     manager.start()
     metrics, before, begun = manager.scheduler.metrics, (0, 0, 0), time.perf_counter()

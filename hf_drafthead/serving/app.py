@@ -24,7 +24,8 @@ from hf_drafthead.serving.served import Served
 CALLS = {"/v1/completions": Completions, "/v1/chat/completions": Chat, "/v1/responses": Responses}
 OF_CLIENTS = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, TemplateError, OSError)
 FAULTS = re.compile(r"(Value|Type|Key|Index|Attribute|Overflow)Error: ")  # of clients, in results of the manager
-GAUGES = ("waiting", "running", "tokens_per", "seconds")  # how the names of metrics begin that are no counters
+# How the names of metrics begin that are no counters.
+GAUGES = ("waiting", "running", "tokens_per", "seconds", "learning_first", "learning_tokens")
 LAST_SECONDS = 5  # for connections to be closed, once nothing is decoded for them any more
 STOPPED = "the server was stopped: this answer is not complete."
 STOPPING = ("the server was stopped", "the manager was stopped")  # how errors begin of what may be asked again later

@@ -110,6 +110,18 @@ def test_answers_of_others_are_copied_where_the_operator_says_so(answers, folder
     assert counts[2] < counts[0] / 2 if answers else counts[2] == counts[1] > 10, counts
 
 
+@pytest.mark.parametrize("learns", [True, False])
+def test_heads_learn_from_requests_that_say_so(learns, folder):
+    chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8}
+    with in_process(folder, context=1000, learn=learns) as client:
+        post(client, "chat/completions", **chat)
+        refused = client.post("/v1/chat/completions", json=chat | {"store": True})
+        learner = client.room.manager.scheduler.learner
+        assert refused.status_code == (200 if learns else 400)
+        assert learner.texts.seen == 1 if learns else "`serve --learn`" in refused.text and learner is None
+        assert ("hf_drafthead_learning_rounds_total 0" in client.get("/metrics").text) == learns
+
+
 @pytest.mark.slow
 def test_transformers_chat_talks_to_it(server, tmp_path):
     code = "from transformers.cli.transformers import app; app()"
