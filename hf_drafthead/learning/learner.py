@@ -67,7 +67,7 @@ class Learner:
         memory: int = 1 << 17,
         held_out: int = 24,
         steps: int = 16,
-        learning_rate: float = 1e-3,
+        learning_rate: float = 2e-3,
         everybody: bool = True,
     ):
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
