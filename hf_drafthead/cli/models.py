@@ -59,7 +59,10 @@ def generate(
 
     if raw and (writing.system or loading.chat_template):
         raise ValueError("--raw leaves the chat template out: drop it, or drop --system and --chat-template.")
-    asked = read_standard_input() if prompt is None else prompt
+    if prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise ValueError("there is no prompt: give one with --prompt 'def main(', or pipe a text in.")
+    # without the byte order mark of a file
+    asked = sys.stdin.read().removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}") if prompt is None else prompt
     if not asked:
         raise ValueError("the prompt is empty: give the text to continue with --prompt 'def main('.")
     loaded, tokenizer, tree, settings = writing.begin(model, loading, max_new_tokens)
@@ -87,13 +90,6 @@ def generate(
     if svg is not None:
         common.write_picture(svg, f"hf-drafthead generate {Path(model).name} --color", asked, written.pieces)
     common.write_json(json_path, vars(written))
-
-
-def read_standard_input() -> str:
-    """All of standard input; a ValueError where it is a terminal, so that no text was piped in."""
-    if sys.stdin is None or sys.stdin.isatty():
-        raise ValueError("there is no prompt: give one with --prompt 'def main(', or pipe a text in.")
-    return sys.stdin.read().removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")  # the byte order mark of a file
 
 
 @common.app.command("chat")

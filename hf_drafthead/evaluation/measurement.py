@@ -3,7 +3,6 @@
 Shapes: B rows, S steps, M positions, K heads.
 """
 
-import functools
 import itertools
 import statistics
 from collections import Counter
@@ -294,17 +293,12 @@ def top_k_accuracy(ranks: Iterable[torch.Tensor], most: int = 5) -> list[list[fl
     return torch.stack(hits, dim=1).tolist()
 
 
-@functools.cache
-def _scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
-
-    return RougeScorer([METRIC], use_stemmer=True)
-
-
 def answer_quality(answer: str, references: Sequence[str]) -> float:
     """How close an answer is to the best matching reference: the F-measure of ROUGE-L, from 0 (no common word) to 1.
 
     >>> answer_quality("in second place", ["the first", "second place"])
     0.8
     """
-    return _scorer().score_multi(references, answer)[METRIC].fmeasure
+    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
+
+    return RougeScorer([METRIC], use_stemmer=True).score_multi(references, answer)[METRIC].fmeasure  # type: ignore[no-any-return]

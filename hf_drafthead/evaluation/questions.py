@@ -60,21 +60,16 @@ def read_questions(source: str | Path, split: str | None = None, limit: int | No
     questions = [question_of(record, where) for where, record in read_records(source, split)]
     if not questions:
         raise ValueError(f'{source} holds no prompt: write one {{"prompt": "..."}} or {{"turns": [...]}} per line.')
-    questions = as_spec_bench_groups(questions)
+    categories = {question.category for question in questions}
+    if categories & SPEC_BENCH_TASKS and categories <= SPEC_BENCH_TASKS | TOPICS:  # as in its tables
+        of_topics = [question.category in TOPICS for question in questions]
+        questions = [replace(one, category=MT_BENCH) if of else one for one, of in zip(questions, of_topics)]
     before: Counter[str] = Counter()  # questions of each category
     places = []
     for number, question in enumerate(questions):
         places.append((before[question.category], number))
         before[question.category] += 1
     return [questions[number] for number in sorted(number for _, number in sorted(places)[:limit])]
-
-
-def as_spec_bench_groups(questions: Sequence[Question]) -> list[Question]:
-    """MT-Bench's topics as one task where Spec-Bench's other tasks stand beside them, as in its tables."""
-    categories = {question.category for question in questions}
-    if not (categories & SPEC_BENCH_TASKS and categories <= SPEC_BENCH_TASKS | TOPICS):
-        return list(questions)
-    return [replace(question, category=MT_BENCH) if question.category in TOPICS else question for question in questions]
 
 
 def question_of(row: Any, where: str) -> Question:

@@ -126,8 +126,11 @@ class Shards:
 
     def asked(self) -> set[int]:
         """`same_words` of the first question of each chat that is there, or of the beginning of each text."""
-        rows = (json.loads(_line_at(*place)) for place in self._index().values())
-        return {same_words(_first_words(row)) for row in rows}
+        words = set()
+        for row in (json.loads(_line_at(*place)) for place in self._index().values()):
+            question = next((turn["content"] for turn in row.get("messages") or () if turn["role"] == "user"), "")
+            words.add(same_words(question or (row.get("text") or "")[: row.get("given") or 0]))
+        return words
 
     def open(self) -> None:
         """Open this process's part for writing; an incomplete line of a killed process is dropped."""
@@ -176,12 +179,6 @@ class Shards:
                             raise ValueError(f"{what}: correct it, or move the file away.") from None
                     at += len(line)
         return places
-
-
-def _first_words(row: Mapping[str, Any]) -> str:
-    turns = row.get("messages") or ()
-    question = next((turn["content"] for turn in turns if turn["role"] == "user"), "")
-    return str(question or (row.get("text") or "")[: row.get("given") or 0])
 
 
 def _line_at(file: Path, at: int) -> bytes:

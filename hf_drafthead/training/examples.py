@@ -73,14 +73,6 @@ def own_prompts(rows: Sequence[dict[str, Any]], count: int, longest: int) -> lis
     return prompts[:count]
 
 
-def refuse_short_rows(model: DraftHeadPreTrainedModel, rows: Any) -> None:
-    ahead = model.config.num_draft_heads + 1
-    longest = max(len(rows[row]["input_ids"]) for row in range(len(rows)))
-    if longest <= ahead:
-        what = f"rows of {longest} tokens have no label {ahead} tokens ahead"
-        raise ValueError(f"{what}: give longer rows, or train fewer heads.")
-
-
 def longest_text_of(model: DraftHeadPreTrainedModel) -> int:
     return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or USUAL_LENGTH
 

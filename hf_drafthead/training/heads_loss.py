@@ -97,8 +97,11 @@ class HeadsLoss:
             if self.base:
                 loss = loss + self.base * self._base_loss(model, batch) / totals[0]
             with computed_in(model.drafter, torch.bfloat16) if half else contextlib.nullcontext():
-                scale = heads_weight * self._shares(totals[1:], "anchors" in inputs)
-                heads, counts = self._of_heads(model, batch, scale, count)
+                decay = torch.tensor([self.head_decay ** (1 + head) for head in range(len(totals) - 1)])
+                decay = decay.to(device, non_blocking=True)
+                # of one label: its head's part of all heads' mean, or of its own
+                shares = decay / ((decay * totals[1:]).sum() if "anchors" in inputs else totals[1:])
+                heads, counts = self._of_heads(model, batch, heads_weight * shares, count)
         return (loss + heads).to(inputs["labels"].device), counts
 
     def with_anchors(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -116,12 +119,6 @@ class HeadsLoss:
         behind = _behind_anchors(model.drafter, labels, inputs["anchors"].to(labels), heads)
         counts = [(targets != IGNORED).sum() for targets, _ in behind]
         return torch.stack([labelled(labels, 1).sum(), *counts])
-
-    def _shares(self, totals: Tensor, together: bool) -> Tensor:
-        """(K,) what one label of each head weighs: its head's part of all heads' mean, or of its own."""
-        decay = torch.tensor([self.head_decay ** (1 + head) for head in range(len(totals))])
-        decay = decay.to(totals.device, non_blocking=True)
-        return decay / (decay * totals).sum() if together else decay / totals
 
     def _of_heads(
         self, model: DraftHeadPreTrainedModel, batch: "Batch", scale: Tensor, count: bool

@@ -258,7 +258,11 @@ class _Run:
             data = read_data(self.model, self.tokenizer, data, settings)
             self.say(str(data.report))
         data = dataclasses.replace(data, rows=without_format(data.rows), held_out=without_format(data.held_out))
-        examples.refuse_short_rows(self.model, data.held_out)
+        ahead = self.model.config.num_draft_heads + 1
+        longest = max(len(data.held_out[row]["input_ids"]) for row in range(len(data.held_out)))
+        if longest <= ahead:
+            what = f"rows of {longest} tokens have no label {ahead} tokens ahead"
+            raise ValueError(f"{what}: give longer rows, or train fewer heads.")
         return data
 
     def _identity(self) -> dict[str, Any]:
