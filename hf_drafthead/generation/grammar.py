@@ -13,6 +13,8 @@ Shapes: B rows of a batch, g of one call, C tokens of a path at most.
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,34 +37,40 @@ HARMLESS = {*SCORES_ONLY, RepetitionPenaltyLogitsProcessor} - {SuppressTokensLog
 class AskedOnce:
     """A `prefix_allowed_tokens_fn` that is asked ahead, and tells the walk what it has said.
 
-    asked: by row and length of the prefix, the prefix and what was said of it, or what was raised.
+    It knows prompts by number, of which each has `beams` rows; asked: by row and length of the prefix, the prefix and
+    what was said of it, or what was raised.
     """
 
-    def __init__(self, function: Callable[[int, torch.Tensor], Any]):
-        self.function = function
+    def __init__(self, function: Callable[[int, torch.Tensor], Any], beams: int = 1):
+        self.function, self.beams = function, beams
         self.asked: dict[tuple[int, int], tuple[torch.Tensor, Any, BaseException | None]] = {}
 
-    def __call__(self, row: int, prefix: torch.Tensor) -> Any:
+    def __call__(self, prompt: int, prefix: torch.Tensor) -> Any:
         """What is allowed behind a prefix (T,), which the base wants to know now, and does not ask for again."""
-        before = self.asked.pop((row, len(prefix)), None)
-        if before is None or not torch.equal(before[0], prefix):
-            return self.function(row, prefix)
-        if before[2] is not None:
-            raise before[2]
-        return before[1]
+        for row in range(prompt * self.beams, (prompt + 1) * self.beams):
+            before = self.asked.get((row, len(prefix)))
+            if before is not None and torch.equal(before[0], prefix):
+                del self.asked[row, len(prefix)]
+                if before[2] is not None:
+                    raise before[2]
+                return before[1]
+        return self.function(prompt, prefix)
 
-    def ahead(self, row: int, prefix: torch.Tensor) -> Any:
-        """The same, of a prefix that the base is going to ask for; nothing where the function raises."""
-        key = row, len(prefix)
+    def ahead(self, row: int, prefix: torch.Tensor) -> int:
+        """The only token behind a prefix that the base is going to ask for; -1 where there is none, or it raises."""
+        key, said, error = (row, len(prefix)), None, None
         if key not in self.asked or not torch.equal(self.asked[key][0], prefix):
-            said, error = None, None
             try:
-                said = self.function(row, prefix)
-                said = said.tolist() if isinstance(said, torch.Tensor) else said
+                said = self.function(row // self.beams, prefix)
+                said = said.clone() if isinstance(said, torch.Tensor) else copy.copy(said)  # it may use it again
             except BaseException as raised:
                 error = raised
             self.asked[key] = prefix.clone(), said, error
-        return self.asked[key][1] or ()
+        said = self.asked[key][1]
+        try:
+            return int(next(iter(said))) if len(said) == 1 else -1
+        except (TypeError, ValueError):  # which the base will refuse
+            return -1
 
 
 class Grammar:
@@ -76,7 +84,7 @@ class Grammar:
         self.rules, self.teller, self.function = rules, teller, AskedOnce(lambda row, prefix: ())
         if teller is None:
             processor = rules.processors[place]
-            self.function = AskedOnce(processor._prefix_allowed_tokens_fn)
+            self.function = AskedOnce(processor._prefix_allowed_tokens_fn, processor._num_beams)
             rules.processors[place] = PrefixConstrainedLogitsProcessor(self.function, processor._num_beams)
 
     @classmethod
@@ -91,9 +99,13 @@ class Grammar:
             return None
         if not {*kinds} <= {*HARMLESS, PrefixConstrainedLogitsProcessor} or rules.max_length is None or rules.rejects:
             return None
+        if rules.streams:  # to an object that may tell the function what it was given
+            return None
         return cls(rules, kinds.index(PrefixConstrainedLogitsProcessor), None)
 
-    def paths(self, sequences: torch.Tensor, lengths: list[int], ends: list[int | None]) -> list[list[int]]:
+    def paths(
+        self, sequences: torch.Tensor, lengths: list[int], ends: list[int | None], vocabulary: int
+    ) -> list[list[int]]:
         """Of each row (g, W), the tokens that come for certain, at most C."""
         rules, length = self.rules, max(lengths)
         most = min(LENGTHS[-1], rules.max_length - length) if rules.max_length else LENGTHS[-1]
@@ -102,22 +114,29 @@ class Grammar:
             return none
         prefixes = sequences[:, :length].to(rules.device)
         if self.teller is not None:
-            return [list(self.teller.certain_path(prefixes[0], most))[:most]]
-        paths = none
-        while len(paths[0]) < most:  # all rows stay at one length, and are asked in the base's order
-            said = [self.function.ahead(row, prefix) for row, prefix in enumerate(prefixes)]
-            single = [int(next(iter(tokens))) if len(tokens) == 1 else -1 for tokens in said]
-            nexts = [rules.pad_token if end is not None else token for token, end in zip(single, ends)]
-            if any(token < 0 or (token in rules.eos_tokens and end is None) for token, end in zip(nexts, ends)):
+            with rules.random.lent():
+                told = list(self.teller.certain_path(prefixes[0], most))[:most]
+            return [[*itertools.takewhile(range(vocabulary).__contains__, told)]]
+        paths, new = none, length - rules.prompt_length
+        # all rows stay at one length, and are asked in the base's order, where the base will stand
+        while len(paths[0]) < most and not rules.random.moved:
+            rules.random.stand_at(new + len(paths[0]))
+            with rules.random.lent():
+                said = [self.function.ahead(row, prefix) for row, prefix in enumerate(prefixes)]
+            nexts = [rules.pad_token if end is not None else token for token, end in zip(said, ends)]
+            certain = (end is not None or token in range(vocabulary) for token, end in zip(said, ends))
+            if not all(certain) or any(token in rules.eos_tokens and end is None for token, end in zip(said, ends)):
                 break
             paths = [[*path, token] for path, token in zip(paths, nexts)]
             prefixes = torch.cat([prefixes, prefixes.new_tensor(nexts)[:, None]], dim=1)
             if length + len(paths[0]) >= rules.max_length:
                 break
+        if not rules.random.moved:
+            rules.random.stand_at(new)
         return paths
 
 
-def certain_paths(members: Sequence[Any], state: Any) -> list[list[int]] | None:
+def certain_paths(members: Sequence[Any], state: Any, vocabulary: int) -> list[list[int]] | None:
     """Of each row of a batch, the tokens that come for certain; None where there are none in any row."""
     paths: list[list[int]] = [[] for _ in members]
     for member in dict.fromkeys(members):
@@ -125,8 +144,8 @@ def certain_paths(members: Sequence[Any], state: Any) -> list[list[int]] | None:
         if grammar is not None:
             part = slice(member.rows.start, member.rows.stop)
             try:
-                with member.rules.random.lent():
-                    paths[part] = grammar.paths(state.rows.sequences[part], state.lengths[part], state.ends[part])
+                rows = state.rows.sequences[part], state.lengths[part], state.ends[part]
+                paths[part] = grammar.paths(*rows, vocabulary)
             except BaseException as error:  # of an object of the user's
                 member.error = error
     return paths if any(paths) else None

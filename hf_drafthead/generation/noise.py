@@ -133,6 +133,12 @@ class RandomNumbers:
         if self.tape is not None and position in self.tape.states:
             self.states = [*self.states[:-1], self.tape.states[position]]
 
+    def stand_at(self, position: int) -> None:
+        """So many positions have a token, some of them for certain but not chosen yet."""
+        if self.tape is not None:
+            self.tape.noise(position - 1, next(reversed(self.tape.drawn.values())))
+            self.chosen(position)
+
     @contextlib.contextmanager
     def lent(self, at_once: bool = False) -> Iterator[None]:
         """Around objects of the user's: they draw from where the call stands, which then goes on behind them.

@@ -155,7 +155,7 @@ class Runner:
 
     def _with_certain(self, tree: Tree, state: DecodingState) -> Tree:
         """The tree with room for what comes for certain, where a constraint says that something does."""
-        state.certain, paths = None, certain_paths(self.members, state)
+        state.certain, paths = None, certain_paths(self.members, state, self.reader.vocabulary)
         if paths is None or self.execution.config is not None:  # which would be compiled for each of them
             return tree
         slots = None if self.execution.name == "eager" else rounded_up(self.tree.slots, SLOTS)

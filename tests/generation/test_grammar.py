@@ -4,6 +4,7 @@ import functools
 import json
 import os
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 import hf_drafthead
 from hf_drafthead import zoo
+from hf_drafthead.bases.releases import BaseStreamer
 from hf_drafthead.generation.grammar import AskedOnce
 from hf_drafthead.serving.processors import TokenScores
 from tests.bases import VOCABULARY, tiny_base
@@ -178,6 +180,48 @@ def test_with_others_that_choose_or_end_it_is_asked_as_by_the_base(more):
     both(model, WithState, draft_tree=[[0], [1]], **more)
 
 
+class Draws(Frames):
+    """One that draws at a single place, between what the base draws."""
+
+    def __call__(self, row, prefix):
+        said = super().__call__(row, prefix)
+        return [int(torch.randint(3, VOCABULARY, ()))] if len(prefix) == 13 else said
+
+
+class Reuses(Frames):
+    """One that fills the same list again and again."""
+
+    said: list = []
+
+    def __call__(self, row, prefix):
+        self.said[:] = super().__call__(row, prefix)
+        return self.said
+
+
+class Arrays(Frames):
+    def __call__(self, row, prefix):
+        return numpy.array(super().__call__(row, prefix))
+
+
+@pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize("function", [Draws, Reuses, Arrays, WithState])
+@pytest.mark.few(12)
+def test_whatever_it_gives_and_draws(function, more):
+    both(FAMILIES[0].build(shared_base("llama-gqa")), function, draft_tree=[[0], [1]], **more)
+
+
+def test_where_a_streamer_tells_it_what_was_written_nothing_is_asked_ahead():
+    class Told(BaseStreamer):
+        def __init__(self, function):
+            self.put, self.end = lambda tokens: setattr(function, "free", 5 + function.state // 9), lambda: None
+
+    model, texts = FAMILIES[0].build(shared_base("llama-gqa")), []
+    for each in (model.base, model):
+        call = {"prefix_allowed_tokens_fn": (function := Frames()), "streamer": Told(function), "eos_token_id": None}
+        texts.append((each.generate(PROMPT, max_new_tokens=28, **call).tolist(), function.asked))
+    assert texts[0] == texts[1]
+
+
 class Raises(Frames):
     def __call__(self, row, prefix):
         if len(prefix) == 13:
@@ -213,6 +257,23 @@ def test_many_requests_have_such_paths():
         expected = base.generate(torch.tensor([prompt]), **call, prefix_allowed_tokens_fn=again)
         assert output.generated_tokens == expected[0, len(prompt) :].tolist()
         assert function is None or (function.asked == again.asked and output.accepted >= 12)
+
+
+class Beyond(Frames):
+    def __call__(self, row, prefix):
+        return [VOCABULARY + 7] if len(prefix) == 13 else super().__call__(row, prefix)
+
+
+def test_a_token_that_the_base_does_not_have_ends_its_request_alone():
+    base = shared_base("llama-gqa")
+    model, call = FAMILIES[0].build(base), {"max_new_tokens": 20, "eos_token_id": None}
+    manager = model.init_continuous_batching(slots=2)
+    names = [manager.add_request([5, 6, 7, 8], **call, prefix_allowed_tokens_fn=each) for each in (Beyond(), Frames())]
+    manager.start()
+    first, second = (manager.get_result(name) for name in names)
+    manager.stop()
+    assert first.error.startswith(f"IndexError: index {VOCABULARY + 7} is out of bounds") and second.error is None
+    assert second.generated_tokens == base.generate(PROMPT, **call, prefix_allowed_tokens_fn=Frames())[0, 4:].tolist()
 
 
 def test_what_was_asked_ahead_is_not_taken_for_another_prefix():
