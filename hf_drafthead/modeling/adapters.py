@@ -69,7 +69,7 @@ def load_adapter(model: Any, folder: str | Path, name: str = "default", trainabl
         add_adapter(model, config, name, tensors)
         model.train(training)  # what was put in is in training mode
     report = peft.set_peft_model_state_dict(model, tensors, adapter_name=name)
-    of_adapter = {key for key in report.missing_keys if f".{name}" in key}
+    of_adapter = {key for key in report.missing_keys if f".{name}." in f"{key}."}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(parameter) for key, parameter in parameters.items() if key not in of_adapter}
     # PEFT stores once what is tied, and calls its other name missing
@@ -119,9 +119,10 @@ def activate(base: nn.Module, names: list[str]) -> None:
     for module in base.modules():
         if is_adapted(module) or _is_replaced(module):
             layer: Any = module
-            layer.enable_adapters(bool(names))
-            if names:
-                layer.set_adapter(names, inference_mode=True)
+            held = [name for name in names if name in getattr(layer, "_adapters", names)]
+            layer.enable_adapters(bool(held))
+            if held:
+                layer.set_adapter(held, inference_mode=True)
 
 
 def save_adapters(base: Any, folder: Path, of: str | None, revision: str | None) -> None:
@@ -142,9 +143,7 @@ def plain_state(model: nn.Module) -> dict[str, Tensor]:
     state, plain = dict(model.state_dict()), _plain_layers(model)
     state = {key: tensor for key, tensor in state.items() if not key.startswith(tuple(f"{name}." for name in plain))}
     state |= {f"{name}.{key}": tensor for name, layer in plain.items() for key, tensor in layer.state_dict().items()}
-    state = {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}  # torch.ao's layers list more
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return state | {target: state[source] for target, source in tied.items() if source in state and target in state}
+    return {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}  # torch.ao's layers list more
 
 
 def is_altered(model: nn.Module) -> bool:

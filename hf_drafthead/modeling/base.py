@@ -191,7 +191,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             return name, "it has no name"
         if is_missing_folder(name) or as_loaded is None:
             return name, f"there is no {name!r}"
-        if folder is not None and os.path.realpath(name) in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
+        place = os.path.realpath(os.path.join(name, config.base_subfolder or ""))
+        if folder is not None and place in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
             return name, "its files are where the model is saved"
         for parameter, tensor in base.named_parameters():
             if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
@@ -210,6 +211,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         if name != stored.base_model_name_or_path:
             stored.base_model_revision, stored.base_origin = None, stored.base_model_name_or_path
         stored.base_adapters = adapters_of(unwrapped(self.base)) or None
+        stored.check()  # before anything is written: names of adapters are those of folders
         if beside or base_model is not None:
             stored.base_model_revision = stored.base_gguf_file = stored.base_subfolder = None
         if beside:

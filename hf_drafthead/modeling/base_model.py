@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -383,7 +384,8 @@ def _computed(fields: dict[str, Any]) -> dict[str, Any]:
 def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
     """A new folder inside `folder`, whose files take their places there when all are written; config.json comes last.
 
-    A folder in it (the base) takes the place of the former one as a whole. Then weights go that an earlier save left.
+    All that was there is put back if one of them cannot. A folder in it (the base) takes the place of the former one as
+    a whole. Then weights go that an earlier save left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
@@ -392,22 +394,39 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
         if not is_main_process:
             return
         written = sorted(new.iterdir(), key=lambda place: (place.name == CONFIG_NAME, not place.is_dir()))
-        for place in written:
-            target = folder / place.name
-            if not (place.is_dir() and target.is_dir()):
+        replaced: list[tuple[Path, Path]] = []
+        try:
+            for place in written:
+                target, former = folder / place.name, new / f"former-{place.name}"
+                if place.is_dir() and target.is_dir():
+                    target.rename(former)
+                elif target.exists():
+                    _keep(target, former)
+                replaced.append((target, former))
                 os.replace(place, target)
-                continue
-            former = target.rename(new / f"former-{place.name}")
-            try:
-                place.rename(target)
-            except BaseException:
-                former.rename(target)
-                raise
-            for file in former.iterdir():
+        except BaseException:
+            for target, former in reversed(replaced):
+                if (new / target.name).exists() and target.exists():  # not replaced yet
+                    continue
+                if target.exists():
+                    os.replace(target, new / target.name)
+                if former.exists():
+                    os.replace(former, target)
+            raise
+        for target, former in replaced:
+            for file in former.iterdir() if former.is_dir() else ():
                 kept = not _of_a_model(file) or (file.is_file() and not (target / CONFIG_NAME).is_file())
                 if kept and not (target / file.name).exists():  # of the user's own, or a base where none was written
                     os.replace(file, target / file.name)
         _remove_earlier(folder, {place.name for place in written})
+
+
+def _keep(file: Path, former: Path) -> None:
+    """Let a file, whose name another one will take, be found under a second name."""
+    try:
+        os.link(file, former)
+    except OSError:  # a file system without links
+        shutil.copy2(file, former)
 
 
 def _remove_earlier(folder: Path, written: set[str]) -> None:

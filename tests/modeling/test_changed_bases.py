@@ -1,6 +1,7 @@
 """A base that is not the named one any more is found out, however little of it changed and whoever changed it."""
 
 import copy
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +12,7 @@ from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.modeling.adapters import activate
 from hf_drafthead.modeling.files import read_json
 from hf_drafthead.trees.entries import heads_hash
 from tests.bases import tiny_base
@@ -116,6 +118,41 @@ def test_saving_where_the_base_lies_keeps_the_base(named, tmp_path):
     saved(nested, named)
 
 
+def test_saving_into_the_folder_inside_the_named_one_where_the_base_lies_keeps_it(tmp_path):
+    tiny_base("llama-gqa").save_pretrained(tmp_path / "named" / "inside")
+    model = MedusaForCausalLM.from_base(tmp_path / "named", subfolder="inside")
+    saved(model, tmp_path / "named" / "inside")
+
+
+def test_an_embedding_that_is_tied_no_more_is_saved(tmp_path):
+    tiny_base("llama-tied").save_pretrained(tmp_path / "named")
+    model = MedusaForCausalLM.from_base(tmp_path / "named")
+    model.base.lm_head.weight = torch.nn.Parameter(-model.base.lm_head.weight, requires_grad=False)
+    model.base.config.tie_word_embeddings = False
+    saved(model, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("first", ["q_proj", "up_proj"])
+@pytest.mark.parametrize("on", [["a", "b"], ["a"], ["b"]])
+def test_adapters_of_other_layers_with_other_modules_are_loaded_as_they_were(named, tmp_path, first, on):
+    model = MedusaForCausalLM.from_base(named)
+    others = {"r": 2, "init_lora_weights": False}
+    model.add_adapter(LoraConfig(target_modules=[first], modules_to_save=["lm_head"], **others), "a")
+    model.add_adapter(LoraConfig(target_modules=["up_proj", "q_proj"], **others), "b")  # as ".base_layer" begins
+    with torch.no_grad():
+        model.base.lm_head.modules_to_save["a"].weight.neg_()
+    activate(model.base, on)
+    saved(saved(model, tmp_path / "saved"), tmp_path / "again")
+
+
+def test_an_adapter_whose_name_is_no_folder_s_is_refused_before_anything_is_written(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    model.add_adapter(LORA, "a/b")
+    with pytest.raises(ValueError, match="expected names of folders"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_adapters_alone_remove_no_base_that_lies_there(named, tmp_path):
     model = MedusaForCausalLM.from_base(named)
     edit_one_value(model.base)
@@ -145,21 +182,33 @@ def test_adapters_that_are_partly_merged_are_refused(named, tmp_path):
         model.save_pretrained(tmp_path / "saved")
 
 
-def test_a_base_is_put_back_where_its_replacement_could_not_be(named, tmp_path, monkeypatch):
-    model = MedusaForCausalLM.from_base(named)
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("name", ["base", "model.safetensors", "config.json"])
+def test_all_is_put_back_where_a_replacement_could_not_be(named, tmp_path, monkeypatch, name, links):
+    model, replace = MedusaForCausalLM.from_base(named), os.replace
     edit_one_value(model.base)
     saved(model, tmp_path / "saved")
-    wanted, rename = logits(model), Path.rename
+    wanted, heads = logits(model), heads_hash(model.drafter.state_dict().items())
+    before = sorted((tmp_path / "saved").rglob("*"))
 
-    def full(self, target):
-        if self.name == "base" and Path(target).name == "base":
+    def full(place, target):
+        if Path(target) == tmp_path / "saved" / name and Path(place).name == name:
             raise OSError(28, "No space left on device")
-        return rename(self, target)
+        replace(place, target)
 
-    monkeypatch.setattr(Path, "rename", full)
+    monkeypatch.setattr(os, "replace", full)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(""))  # raises an OSError
+    with torch.no_grad():
+        model.base.lm_head.weight.neg_()
+        for parameter in model.drafter.parameters():
+            parameter.add_(1)
     with pytest.raises(OSError, match="No space"):
-        model.save_pretrained(tmp_path / "saved")
-    torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "saved")), wanted)
+        model.save_pretrained(tmp_path / "saved", max_shard_size="20KB" if name == "config.json" else "1GB")
+    again = AutoModel.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(logits(again), wanted)
+    assert heads_hash(again.drafter.state_dict().items()) == heads
+    assert sorted((tmp_path / "saved").rglob("*")) == before
 
 
 def test_threads_that_save_at_once_do_not_disturb_each_other(named, tmp_path):
