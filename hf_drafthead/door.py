@@ -205,16 +205,17 @@ class Start:
     targets: tuple[str, ...] = ()
 
     def write_back(self, trained: str | os.PathLike) -> str:
-        """Write trained heads in the layout of those that they began as, beside them; what was done, in a line."""
+        """Write trained heads in the layout of those that they began as, beside them; what was done, with notes."""
         why = "no layout of other projects"
         for target in self.targets:
             folder = f"{os.fspath(trained)}-{target}"
             try:
-                export_checkpoint(trained, folder, target)
+                written = export_checkpoint(trained, folder, target)
             except ValueError as error:
                 why = str(error)
             else:
-                return f"in the layout that they were found in (--to {target}): {folder}"
+                done = f"in the layout that they were found in (--to {target}): {folder}"
+                return "\n".join([done, *(f"note: {note}" for note in written.notes)])
         return f"not written back: {why}"
 
 
@@ -246,6 +247,7 @@ def start_from(name: str, folder: str, base: str | None = None, options: dict[st
     known = layout.family.config_class.heads_fields()
     fields = {key: (options or {}).pop(key) for key in known & set(options or {})}
     if not ready:
-        convert_checkpoint(name, folder, base_model=base, fields=fields)
+        for note in convert_checkpoint(name, folder, base_model=base, fields=fields).notes:
+            logger.warning_once(f"{name!r}: {note}")
     config = read_heads_config(folder)
     return Start(folder, base or config.base_model_name_or_path, config.family, layout.targets)

@@ -111,7 +111,7 @@ SAMPLES = {
 @pytest.mark.few(99)
 @pytest.mark.parametrize("outcome, name, inside, more, changed", SAMPLES.values(), ids=SAMPLES)
 def test_every_published_config_loads_by_its_folder_alone_or_says_what_is_missing(
-    outcome, name, inside, more, changed, base, tmp_path
+    outcome, name, inside, more, changed, base, tmp_path, caplog
 ):
     config = load(name).facts["config"]
     nested = {**config.get("dflash_config", {}), **{key: config[key] for key in inside}, **more}
@@ -123,6 +123,8 @@ def test_every_published_config_loads_by_its_folder_alone_or_says_what_is_missin
         assert "\n" not in str(refused.value)
     else:
         assert_drafts(hf_drafthead.from_pretrained(folder), outcome)
+        notes = convert_checkpoint(folder).notes
+        assert notes and [caplog.text.count(f"{str(folder)!r}: {note}") for note in notes] == [1] * len(notes)
 
 
 def cut(file):
@@ -301,7 +303,8 @@ def test_published_heads_are_trained_further_and_written_back(name, target, base
         for parameter in model.drafter.parameters():
             parameter.add_(0.01)
     model.save_pretrained(tmp_path / "new")
-    line = start.write_back(tmp_path / "new")
+    line, *notes = start.write_back(tmp_path / "new").split("\n")
+    assert notes and all(note.startswith("note: ") for note in notes)
     assert line == f"in the layout that they were found in (--to {target}): {tmp_path / 'new'}-{target}"
     again = hf_drafthead.from_pretrained(f"{tmp_path / 'new'}-{target}", base_model=golden_base())
     for key, tensor in model.drafter.state_dict().items():

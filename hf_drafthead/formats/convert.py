@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
 
 from hf_drafthead.formats.base_tensors import base_tensor, same_values
 from hf_drafthead.formats.disk import Source, new_folder, refuse_existing, write_safetensors
@@ -27,6 +28,8 @@ from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.gguf_files import split_gguf
+
+logger = logging.get_logger(__name__)
 
 OF_BASE = ("token", "cache_dir", "local_files_only")  # arguments of downloads that are the base's as well
 Base = str | os.PathLike | nn.Module | None
@@ -150,6 +153,8 @@ def converted(
         raise ValueError(f"{source!r} holds heads in the layout {layout.name!r}: {advice}.")
     heads = _read(file, layout, fields, hub)
     config = _config_of(file, heads, base_model, base_revision, hub)
+    for note in heads.notes:
+        logger.warning_once(f"{source!r}: {note}")
     tensors = {f"drafter.{key}": tensor.tensor() for key, tensor in heads.tensors.items()}
     return config, tensors, {"draft_tree": heads.tree}
 
