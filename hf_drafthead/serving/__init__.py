@@ -13,6 +13,8 @@ from hf_drafthead.modeling.checkpoint import fetch_file
 from hf_drafthead.modeling.gguf_files import split_gguf
 
 NEEDED = ("fastapi", "uvicorn")
+LIMITS = {"port": (0, 65535), "slots": (1, 4096), "max_queue_size": (1, 1 << 20), "context": (2, 1 << 30)}
+LIMITS["stop_within"] = (0, 86400)
 
 
 class Parser(argparse.ArgumentParser):
@@ -25,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 def parser() -> Parser:
     """The options of `hf-drafthead serve`."""
     options = Parser("hf-drafthead serve", description="Serve a model by OpenAI's protocol.", allow_abbrev=False)
-    add, yes_or_no = options.add_argument, argparse.BooleanOptionalAction
+    add = options.add_argument
     add("model", metavar="MODEL", help="folder of a checkpoint with draft heads, or its Hub id, with @revision")
     add("--host", default="localhost", help="address to listen at (%(default)s)")
     add("--port", type=int, default=8000, help="port to listen at (%(default)s)")
@@ -40,10 +42,10 @@ def parser() -> Parser:
     add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help="of all chats")
     add("--lookup-texts", type=Path, metavar="FOLDER", help="copy guesses from the text files of this folder")
     add("--learn", action="store_true", help='let the heads learn from requests that say "store": true')
-    add("--lookup-answers", action=yes_or_no, default=False, help="copy guesses from answers to other clients, too")
+    add("--lookup-answers", action="store_true", help="copy guesses from answers to other clients, too")
     add("--stop-within", type=float, default=10.0, metavar="SECONDS", help="that running answers have at the end")
     add("--cors", action="store_true", help="let pages of any site ask")
-    add("--log-level", default="warning", choices=("debug", "info", "warning", "error"))
+    add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add("--continuous-batching", action="store_true", help="as always: transformers' own server needs it")
     return options
 
@@ -56,10 +58,14 @@ def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> ar
     vars(options).update(settings)
     if not isinstance(options.chat_template_kwargs, dict):
         raise ValueError(f"--chat-template-kwargs is {options.chat_template_kwargs!r}: expected a JSON object.")
-    options.place, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
-    options.hub = {"revision": revision or "main"}
-    options.texts = texts_of(options.lookup_texts)
-    check_servable(options.place, options.hub)
+    for name, (least, most) in LIMITS.items():
+        if (value := getattr(options, name)) is not None and not least <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: expected a number from {least} to {most}.")
+    place, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
+    options.place, options.hub, options.texts = place, {"revision": revision or "main"}, texts_of(options.lookup_texts)
+    drafter = recognize(place, options.hub).kind == DRAFTER  # whose tokenizer is its base's
+    if not drafter and not split_gguf(place)[1] and fetch_file(place, "tokenizer_config.json", options.hub) is None:
+        raise ValueError(f"{place!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({place!r}).")
     return options
 
 
@@ -80,13 +86,6 @@ def serve(model: str, arguments: Sequence[str] = (), **settings: Any) -> None:
     from hf_drafthead.serving.app import run
 
     run(options)
-
-
-def check_servable(place: str, hub: dict[str, str]) -> None:
-    """A ValueError for what is no model, and for one without a tokenizer; of a drafter it is the base's."""
-    drafter = recognize(place, hub).kind == DRAFTER
-    if not drafter and not split_gguf(place)[1] and fetch_file(place, "tokenizer_config.json", hub) is None:
-        raise ValueError(f"{place!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({place!r}).")
 
 
 def texts_of(folder: Path | None) -> list[str] | None:

@@ -199,7 +199,9 @@ def run(options: Any) -> None:
         stop = asyncio.get_running_loop().call_later(options.stop_within, room.stop)
         await close(sockets)
         stop.cancel()
-        room.stop()
 
     server.shutdown = shutdown  # type: ignore[method-assign]
-    server.run()
+    try:
+        server.run()
+    finally:
+        room.stop()

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModel
 
 from hf_drafthead import MedusaForCausalLM, convert_checkpoint, export_checkpoint
-from hf_drafthead.serving import check_servable
+from hf_drafthead.serving import options_of
 from tests.bases import tiny_base
 
 COMMIT = "3" * 40
@@ -81,4 +81,4 @@ def test_what_is_in_the_cache_loads_though_optional_files_were_never_looked_up(t
 
 def test_a_model_to_serve_that_is_not_in_the_cache_was_not_looked_up(tmp_path):
     with pytest.raises(OSError, match=NOT_ASKED):
-        check_servable("org/none-at-all", {"revision": "main"})
+        options_of("org/none-at-all")

@@ -147,6 +147,9 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
     [
         ("heads", ["--prot", "3"], "unrecognized arguments: --prot 3: see `hf-drafthead serve --help`."),
         ("heads", ["--port", "x"], "argument --port: invalid int value: 'x': see `hf"),
+        ("heads", ["--port", "65536"], "--port is 65536: expected a number from 0 to 65535."),
+        ("heads", {"slots": 0}, "--slots is 0: expected a number from 1 to 4096."),
+        ("heads", ["--stop-within", "nan"], "--stop-within is nan: expected a number from 0 to 86400."),
         ("heads", {"no_such": 2}, "unknown options ['no_such']: see `hf"),
         ("heads", {"lookup_texts": Path("none")}, "--lookup-texts: 'none' has no text (UTF-8): name a folder"),
         ("bare", [], "'...bare' has no tokenizer: save the base's there, tokenizer.save_pretrained('"),
