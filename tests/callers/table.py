@@ -33,7 +33,7 @@ from transformers import (
 from transformers.generation import BaseStreamer, MaxLengthCriteria
 
 from hf_drafthead import zoo
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import programs
 
 PROMPTS = ["def read(self, name):\n    ", "import os, sys\n\nclass Stack:\n    def"]
 NEW_TOKENS = 16
@@ -239,7 +239,7 @@ def outcome(name: str, tried: Tried) -> Outcome:
             del call["max_new_tokens"]
         torch.manual_seed(0)
         # a compiler takes long and changes nothing: what is tried is the call, `test_runner` compiles
-        with fallback_reasons() as reasons, patch.object(runner, "compiled", lambda function, config: function):
+        with fallback_reasons() as reasons, patch.object(programs, "compiled", lambda function, config: function):
             try:
                 result = one.generate(**{key: value for key, value in call.items() if value is not None})
             except Exception as error:  # what the base refuses is to be refused alike, whatever it is
