@@ -19,6 +19,7 @@ from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.formats.mtp import named_base
 from hf_drafthead.formats.speculators import verifier_of
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
+from hf_drafthead.modeling.base_model import locate_base
 from hf_drafthead.modeling.checkpoint import (
     fetch_file,
     is_missing_folder,
@@ -240,8 +241,11 @@ def start_from(name: str, folder: str, base: str | None = None, options: dict[st
         return Start(folder, base or name, "mtp", ("base",))
     if found.kind == OURS:
         config = read_heads_config(name)
-        if (base := base or config.base_model_name_or_path) is None:
+        if base is None and config.base_model_name_or_path is None:
             raise ValueError(f"{name!r} names no base: give --base.")
+        if base is None:  # from the folder of its heads, and of it what they name
+            parts = (locate_base(config, name), config.base_subfolder, config.base_gguf_file)
+            base = "/".join(part for part in parts if part)
         return Start(name, base, config.family)
     layout = find(name, {})[1]
     known = layout.family.config_class.heads_fields()

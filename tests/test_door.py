@@ -314,6 +314,13 @@ def test_published_heads_are_trained_further_and_written_back(name, target, base
         start_from(str(base), str(tmp_path / "other"))
 
 
+def test_heads_of_this_library_are_trained_further_on_the_base_that_lies_where_they_say(tmp_path):
+    assert start_from(zoo.path("eagle"), str(tmp_path / "new")).base == str(Path(zoo.path("base")).resolve())
+    model = hf_drafthead.from_pretrained(zoo.path("medusa"))
+    model.save_pretrained(tmp_path / "both", include_base=True)
+    assert start_from(str(tmp_path / "both"), str(tmp_path / "new")).base == str(tmp_path / "both" / "base")
+
+
 def test_a_family_s_page_begins_with_a_published_id_and_the_line_that_loads_it():
     """Of Hydra, Amphista and a draft model nothing was published."""
     pages = {page.stem: page.read_text() for page in (Path(__file__).parents[1] / "docs" / "families").glob("*.md")}
