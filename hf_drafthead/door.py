@@ -197,18 +197,18 @@ def _alone(place: str, found: Found, arguments: dict[str, Any]) -> DraftHeadPreT
 class Start:
     """Trained heads that are trained further: where they lie here, their base and family, and how they go back.
 
-    targets: of `export_checkpoint`, those that write the layout in which they were found; none for heads of here.
+    targets: of `export_checkpoint`, those that write the layout in which they were found; None for heads of here.
     """
 
     folder: str
     base: str
     family: str
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] | None = None
 
     def write_back(self, trained: str | os.PathLike) -> str:
         """Write trained heads in the layout of those that they began as, beside them; what was done, with notes."""
         why = "no layout of other projects"
-        for target in self.targets:
+        for target in self.targets or ():
             folder = f"{os.fspath(trained)}-{target}"
             try:
                 written = export_checkpoint(trained, folder, target)

@@ -315,7 +315,8 @@ def test_published_heads_are_trained_further_and_written_back(name, target, base
 
 
 def test_heads_of_this_library_are_trained_further_on_the_base_that_lies_where_they_say(tmp_path):
-    assert start_from(zoo.path("eagle"), str(tmp_path / "new")).base == str(Path(zoo.path("base")).resolve())
+    start = start_from(zoo.path("eagle"), str(tmp_path / "new"))
+    assert start.base == str(Path(zoo.path("base")).resolve()) and start.targets is None
     model = hf_drafthead.from_pretrained(zoo.path("medusa"))
     model.save_pretrained(tmp_path / "both", include_base=True)
     assert start_from(str(tmp_path / "both"), str(tmp_path / "new")).base == str(tmp_path / "both" / "base")

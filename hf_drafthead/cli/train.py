@@ -183,7 +183,7 @@ def train(
     trained = train_heads(base, family, data, output_folder, **how, **options)
     if not PartialState().is_main_process:
         return
-    if start is not None and not dry_run:
+    if start is not None and start.targets is not None and not dry_run:
         common.say(start.write_back(output_folder))
     if not dry_run:
         entries = trained.model.generation_config.to_dict().get("calibration") or []

@@ -220,6 +220,7 @@ class _Run:
         if (saved := model.config.family) != self.family:
             what = f"the heads in {str(self.heads)!r} are {saved!r} heads, not {self.family!r} ones"
             raise ValueError(f"{what}: give --family {saved}.")
+        model.generation_config.__dict__.pop("calibration", None)  # which measured the heads as they were
         return model
 
     def _place(self) -> None:

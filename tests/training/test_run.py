@@ -19,6 +19,7 @@ from transformers.utils import logging
 from hf_drafthead import MedusaForCausalLM, zoo
 from hf_drafthead.data.sources import stream_hash
 from hf_drafthead.modeling import families
+from hf_drafthead.modeling.files import edit_json, read_json
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.data import read_data
 from hf_drafthead.training.distill import distill
@@ -159,7 +160,10 @@ def test_a_base_that_learnt_is_saved_with_its_heads(place, tmp_path):
 def test_trained_heads_can_be_trained_on(place, tmp_path):
     first = train(place, tmp_path / "first")
     start = weights(first.model.drafter)
+    bundled = read_json(zoo.ASSETS / "medusa" / "generation_config.json")
+    edit_json(tmp_path / "first" / "generation_config.json", calibration=bundled["calibration"])
     second = train(place, tmp_path / "second", heads=str(tmp_path / "first"), learning_rate=1e-12)
+    assert "calibration" not in read_json(tmp_path / "second" / "generation_config.json")  # it was of the first
     for name, tensor in weights(second.model.drafter).items():
         torch.testing.assert_close(tensor, start[name])
 
