@@ -159,6 +159,8 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     given = getattr(past, "_is_user_defined", False)  # else the probe has looked at one as the base prepares it
     if past is None or (given and not can_load(past)):
         raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
+    if given and not all(number < len(past.layers) for number in reader.mixers):  # the base says what is wrong with it
+        raise Unsupported("the cache has no layers for the base's states", lasting=False)
     if given and (rows := rows_of(past)) not in (None, len(input_ids)):
         raise Unsupported(f"the cache holds {rows} row(s), and the call has {len(input_ids)}", lasting=False)
     # greedy decoding is exact with all of them

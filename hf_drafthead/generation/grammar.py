@@ -30,6 +30,7 @@ from hf_drafthead.bases.releases import CRITERIA_ON_DEVICE, SCORES_ONLY
 from hf_drafthead.generation.lookup import Copies, HeldTexts, suggested
 from hf_drafthead.generation.tree import DraftTree, DynamicTree, LookupTree, Tree
 
+SEVERAL, REFUSED = -1, -2  # in the place of a token: several are allowed; the base may raise, and ask no further row
 LENGTHS = (4, 8, 16)  # C: few, for each is a tree of its own
 HARMLESS = {*SCORES_ONLY, RepetitionPenaltyLogitsProcessor} - {SuppressTokensLogitsProcessor}
 
@@ -56,8 +57,8 @@ class AskedOnce:
                 return before[1]
         return self.function(prompt, prefix)
 
-    def ahead(self, row: int, prefix: torch.Tensor) -> int:
-        """The only token behind a prefix that the base is going to ask for; -1 where there is none, or it raises."""
+    def ahead(self, row: int, prefix: torch.Tensor, vocabulary: int) -> int:
+        """The only token behind a prefix that the base is going to ask for, or `SEVERAL`, or `REFUSED`."""
         key, said, error = (row, len(prefix)), None, None
         if key not in self.asked or not torch.equal(self.asked[key][0], prefix):
             try:
@@ -68,9 +69,10 @@ class AskedOnce:
             self.asked[key] = prefix.clone(), said, error
         said = self.asked[key][1]
         try:
-            return int(next(iter(said))) if len(said) == 1 else -1
-        except (TypeError, ValueError):  # which the base will refuse
-            return -1
+            token = SEVERAL if len(said) > 1 else int(next(iter(said)))
+        except (TypeError, ValueError, StopIteration):
+            return REFUSED
+        return token if token == SEVERAL or 0 <= token < vocabulary else REFUSED
 
 
 class Grammar:
@@ -122,10 +124,14 @@ class Grammar:
         while len(paths[0]) < most and not rules.random.moved:
             rules.random.stand_at(new + len(paths[0]))
             with rules.random.lent():
-                said = [self.function.ahead(row, prefix) for row, prefix in enumerate(prefixes)]
+                said = [REFUSED] * len(ends)
+                for row, prefix in enumerate(prefixes):
+                    said[row] = self.function.ahead(row, prefix, vocabulary)
+                    if said[row] == REFUSED:
+                        break
             nexts = [rules.pad_token if end is not None else token for token, end in zip(said, ends)]
-            certain = (end is not None or token in range(vocabulary) for token, end in zip(said, ends))
-            if not all(certain) or any(token in rules.eos_tokens and end is None for token, end in zip(said, ends)):
+            ended = any(token in rules.eos_tokens and end is None for token, end in zip(said, ends))
+            if REFUSED in said or SEVERAL in nexts or ended:
                 break
             paths = [[*path, token] for path, token in zip(paths, nexts)]
             prefixes = torch.cat([prefixes, prefixes.new_tensor(nexts)[:, None]], dim=1)

@@ -229,12 +229,24 @@ class Raises(Frames):
         return super().__call__(row, prefix)
 
 
-def test_what_it_raises_ends_the_call_where_the_base_s_would_end():
+class Beyond(Frames):
+    def __call__(self, row, prefix):
+        return [VOCABULARY + 7] if len(prefix) == 13 else super().__call__(row, prefix)
+
+
+class Refused(Frames):
+    def __call__(self, row, prefix):
+        return [] if super().__call__(row, prefix) and len(prefix) == 13 else [5]
+
+
+@pytest.mark.parametrize("kind, line", [(Raises, "the thirteenth"), (Refused, "empty list"), (Beyond, "out of bounds")])
+@pytest.mark.few(3)
+def test_what_it_raises_ends_the_call_where_the_base_s_would_end(kind, line):
     model, asked = FAMILIES[0].build(shared_base("llama-gqa")), []
     for each in (model.base, model):
-        function = Raises()
-        with pytest.raises(KeyError, match="the thirteenth"):
-            each.generate(PROMPT, max_new_tokens=20, eos_token_id=None, prefix_allowed_tokens_fn=function)
+        function = kind()
+        with pytest.raises((KeyError, ValueError, IndexError), match=line):
+            each.generate(PROMPT.repeat(3, 1), max_new_tokens=20, eos_token_id=None, prefix_allowed_tokens_fn=function)
         asked.append(function.asked)
     assert asked[0] == asked[1]
 
@@ -259,11 +271,6 @@ def test_many_requests_have_such_paths():
         assert function is None or (function.asked == again.asked and output.accepted >= 12)
 
 
-class Beyond(Frames):
-    def __call__(self, row, prefix):
-        return [VOCABULARY + 7] if len(prefix) == 13 else super().__call__(row, prefix)
-
-
 def test_a_token_that_the_base_does_not_have_ends_its_request_alone():
     base = shared_base("llama-gqa")
     model, call = FAMILIES[0].build(base), {"max_new_tokens": 20, "eos_token_id": None}
@@ -279,7 +286,7 @@ def test_a_token_that_the_base_does_not_have_ends_its_request_alone():
 def test_what_was_asked_ahead_is_not_taken_for_another_prefix():
     function = Frames()
     once = AskedOnce(function)
-    assert once.ahead(0, torch.tensor([4, 5])) == once.ahead(0, torch.tensor([4, 5])) and len(function.asked) == 1
+    assert [once.ahead(0, torch.tensor([4, 5]), VOCABULARY) for _ in range(2)] == [40, 40] and len(function.asked) == 1
     once(0, torch.tensor([4, 6]))
     assert [tokens for _, tokens in function.asked] == [[4, 5], [4, 6]]
 

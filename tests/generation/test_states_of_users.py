@@ -80,6 +80,17 @@ def filled(base, tokens: torch.Tensor, **more) -> DynamicCache:
 
 
 @each_kind
+def test_a_cache_without_layers_for_states_is_refused_as_by_the_base_before_anything_is_drawn(kind):
+    model, ends = medusa(base_of(kind)), []
+    for each in (model.base, model):
+        torch.manual_seed(3)
+        with pytest.raises((IndexError, ValueError)) as raised:
+            each.generate(torch.tensor([[5, 6, 7]]), do_sample=True, max_new_tokens=9, **{CACHE: DynamicCache()})
+        ends.append((str(raised.value), torch.get_rng_state().tolist()))
+    assert ends[0] == ends[1]
+
+
+@each_kind
 @pytest.mark.parametrize("length", [1, 4, 8])
 def test_a_cache_that_holds_the_beginning_of_the_prompt(length, kind):
     model = medusa(base_of(kind))
