@@ -197,8 +197,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         for parameter, tensor in base.named_parameters():
             if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
                 return name, f"{parameter} is being trained"
-        quantizer = getattr(base, "hf_quantizer", None)
-        if quantizer is not None and not (quantizer.pre_quantized or _is_unpacked(quantizer)):
+        if _quantizes(getattr(base, "hf_quantizer", None)):
             return name, "it was quantized when it was loaded"
         return name, change_of_base(base, config, as_loaded, given)
 
@@ -208,6 +207,10 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         """The config of a checkpoint in a folder, with the base, of this name, beside the heads or not."""
         stored = copy.deepcopy(self.config)
         name = name if base_model is None else os.fspath(base_model)
+        quantizer: Any = getattr(unwrapped(self.base), "hf_quantizer", None)
+        stored.base_quantization = None
+        if _quantizes(quantizer) and not beside and name == stored.base_model_name_or_path:
+            stored.base_quantization = quantizer.quantization_config.to_dict()
         if name != stored.base_model_name_or_path:
             stored.base_model_revision, stored.base_origin = None, stored.base_model_name_or_path
         stored.base_adapters = adapters_of(unwrapped(self.base)) or None
@@ -486,6 +489,11 @@ def _with(model: Any, **attributes: Any) -> Any:
 def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """What is the base's in the state of a whole model."""
     return {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
+
+
+def _quantizes(quantizer: Any) -> bool:
+    """Whether a base that was loaded with this had other weights in its files."""
+    return quantizer is not None and not (quantizer.pre_quantized or _is_unpacked(quantizer))
 
 
 def _is_unpacked(quantizer: Any) -> bool:

@@ -52,6 +52,7 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         base_origin: Hub id of the base that such a base was made from.
         base_adapters: names of PEFT adapters of the base, each in a folder `base/NAME` of the checkpoint, and whether
             it takes part in what the base computes.
+        base_quantization: how the named base is quantized when it is loaded, as in a `quantization_config`.
         adapter_name_or_path, adapter_revision: in checkpoints of earlier releases, the one adapter of the base: a
             folder of the checkpoint, or a Hub id and commit.
         last_hidden_size: width of the base's embeddings and of what its lm_head reads, where that is not the base's
@@ -78,6 +79,7 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     base_subfolder: str | None = None
     base_origin: str | None = None
     base_adapters: dict[str, bool] | None = None
+    base_quantization: dict[str, Any] | None = None
     last_hidden_size: int | None = None
     num_draft_heads: int = 4
     draft_vocab_size: int | None = None

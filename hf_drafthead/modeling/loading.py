@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
 
 from hf_drafthead.bases.releases import keep_picklable
@@ -269,8 +270,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             exact: give every token the same bits, drafted or not and in any batch, see `hf_drafthead.exact`.
             kwargs: `revision`, `subfolder` and `variant` speak of the heads' checkpoint; `cache_dir`,
                 `force_download`, `local_files_only`, `proxies` and `token` of every download; all others (`dtype`,
-                `device_map`, `quantization_config`, `attn_implementation`, ...) are for the base. The drafter goes to
-                the device and dtype of the base's last layer.
+                `device_map`, `quantization_config`, `attn_implementation`, ...) are for the base, which is quantized as
+                it was when the heads were saved, unless `quantization_config=None`. The drafter goes to the device and
+                dtype of the base's last layer.
 
         Raises:
             OSError: heads or base are not there, or a file cannot be read.
@@ -418,6 +420,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             named = {**fetch, "revision": revision or config.base_model_revision or "main"}
             named["subfolder"] = config.base_subfolder
             arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
+            if config.base_quantization is not None and "quantization_config" not in arguments:
+                arguments["quantization_config"] = AutoQuantizationConfig.from_dict(config.base_quantization)
             base, origin = load_named(locate_base(config, place), named, arguments, checkpoint=place, config=config)
         # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
         recorded, name = config.base_model_name_or_path, origin["base_model_name_or_path"]

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModel, BitsAndBytesConfig
+from transformers import AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_drafthead.training.run import train_heads
 from tests.training.test_run import QUICK, written_place
@@ -29,12 +29,17 @@ def test_heads_learn_on_a_quantized_base_and_load_with_it(family, bits, place, t
     data = str(place / "texts.jsonl")
     trained = train_heads(str(place / "base"), family, data, tmp_path / "heads", load=load, **QUICK)
     assert trained.model.base.hf_quantizer is not None and trained.summary["steps"] == 4
-    loaded = AutoModel.from_pretrained(tmp_path / "heads", **load)
+    loaded = AutoModel.from_pretrained(tmp_path / "heads")
     kinds = {type(module).__name__ for module in loaded.base.modules()}
     assert kinds & {"Linear4bit", "Linear8bitLt"}
     assert all(parameter.is_floating_point() for parameter in loaded.drafter.parameters())
     for name, tensor in loaded.drafter.state_dict().items():
         assert torch.equal(tensor, trained.model.drafter.state_dict()[name])
     prompt = torch.tensor([[5, 6, 7, 8]])
+    named = AutoModelForCausalLM.from_pretrained(place / "base", **load)
+    with torch.no_grad():
+        assert torch.equal(loaded(prompt).logits, named(prompt).logits)
+    plain = AutoModel.from_pretrained(tmp_path / "heads", quantization_config=None)
+    assert not kinds & {"Linear4bit", "Linear8bitLt"} & {type(module).__name__ for module in plain.base.modules()}
     expected = loaded.base.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(loaded.generate(prompt, max_new_tokens=12, do_sample=False), expected)
