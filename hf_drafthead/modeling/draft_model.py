@@ -25,7 +25,7 @@ from hf_drafthead.bases.releases import writing_layers
 from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import commit_of, full_name
+from hf_drafthead.modeling.base_model import Fingerprint, change_of_base, commit_of, full_name
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import next_level
 from hf_drafthead.modeling.drafter import Drafter
@@ -321,13 +321,14 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         variant: str | None,
     ) -> tuple[WithDraftModel, dict[str, Tensor]]:
         ours = cast(DraftModelConfig, config)
+        name = ours.draft_model_name_or_path
+        if name and os.path.isdir(beside := os.path.join(path, name)):
+            ours.draft_model_name_or_path = name = full_name(beside)
         if tensors is None and not ours.draft_included:
-            name = ours.draft_model_name_or_path
             if not name:
                 raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
-            beside = os.path.join(path, name)
             fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
-            draft = load_draft(beside if os.path.isdir(beside) else name, ours.draft_model_revision, fetch)
+            draft = load_draft(name, ours.draft_model_revision, fetch)
             tensors = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
             if ours.shared_vocabulary < ours.get_text_config().vocab_size:
                 tensors["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
@@ -349,7 +350,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         """Save the draft model; with `include_draft=False` only its name, for one that is used as it was published.
 
         Raises:
-            ValueError: as in every family, or there is no name, or the base is to be included.
+            ValueError: as in every family; or with `include_draft=False` there is no name, the draft model is not the
+                named one any more or would be saved over, or the base is to be included.
         """
         kwargs.setdefault("save_original_format", False)  # renamings of an architecture would reach the draft too
         if not include_draft:
@@ -362,6 +364,14 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
                 raise ValueError(
                     "include_draft=False saves names only and would lose the draft vocabulary: save it all."
                 )
+            named = copy.copy(self.config)  # compared as a base is
+            named.base_model_name_or_path, named.base_subfolder = self.config.draft_model_name_or_path, None
+            named.base_model_revision = self.config.draft_model_revision
+            change = change_of_base(self.drafter.model, named, Fingerprint(self.drafter.model, named))
+            if os.path.realpath(str(named.base_model_name_or_path)) == os.path.realpath(save_directory):
+                change = "its files are where the model is saved"
+            if change is not None:
+                raise ValueError(f"include_draft=False would lose the draft model ({change}): leave it out.")
             kwargs["state_dict"] = {}
         self.config.draft_included = include_draft
         try:

@@ -225,6 +225,23 @@ def test_a_name_that_nobody_gave(base, tmp_path):
     refused(ValueError, line, lambda: model.save_pretrained(tmp_path, include_draft=False))
 
 
+def test_a_draft_model_that_its_name_does_not_give_again_is_not_only_named(base, tmp_path):
+    base.save_pretrained(tmp_path / "base")
+    tiny_base(seed=5).save_pretrained(tmp_path / "draft")
+    model = DraftModelForCausalLM.from_base(tmp_path / "base", draft=tmp_path / "draft")
+    model.save_pretrained(tmp_path / "named", include_draft=False)
+    loaded = AutoModel.from_pretrained(tmp_path / "named")
+    loaded.save_pretrained(tmp_path / "deeper" / "named", include_draft=False)
+    assert_same(model, AutoModel.from_pretrained(tmp_path / "deeper" / "named"))
+    for one in (model, loaded):
+        line = r"include_draft=False would lose the draft model \(its files are where .*\): leave it out."
+        refused(ValueError, line, partial(one.save_pretrained, tmp_path / "draft", include_draft=False))
+        with torch.no_grad():
+            one.drafter.model.lm_head.weight[5, 3] += 1
+        line = r"include_draft=False would lose the draft model \(lm_head.weight has other values .*\): leave it out."
+        refused(ValueError, line, partial(one.save_pretrained, tmp_path / "named", include_draft=False))
+
+
 def test_what_it_is_trained_on_is_what_it_drafts(base):
     drafter = DraftModelForCausalLM.from_base(base, draft=tiny_base("qwen2", seed=5)).drafter
     ids = torch.randint(3, VOCABULARY, (2, 9))
