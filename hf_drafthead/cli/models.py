@@ -171,7 +171,7 @@ def info(
     draw: Annotated[bool, flag("--draw", "Draw the draft tree too.")] = False,
     json_path: common.Json = None,
 ) -> None:
-    """Show a checkpoint: family, base, heads, parameters, memory, tree and settings.
+    """Say what an id is; of heads of this library family, base, parameters, memory, tree and settings.
 
     Options that say how to load the base imply --probe.
     """

@@ -24,7 +24,7 @@ def convert(
     token: Token = None,
     json_path: Json = None,
 ) -> None:
-    """Convert heads of another project: Medusa, Hydra, EAGLE or EAGLE-3 in any of their layouts."""
+    """Convert heads of another project, in any layout that `hf_drafthead.from_pretrained` reads."""
     from hf_drafthead.formats import convert_checkpoint
 
     where = {"base_model": base, "base_revision": base_revision, "revision": revision, "token": token}

@@ -55,7 +55,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "chat_template_kwargs": ({"reasoning_effort": "low"}, "variables that the chat template reads"),
     "generation_config": (
         {"top_k": 5},
-        "settings of transformers for sampling, beams and lengths, as an object or JSON",
+        "settings of transformers for sampling, beams and lengths, as an object or JSON; fields beside it come first",
     ),
     "metadata": ({"a": "b"}, "comes back with the answer"),
     "store": (False, "`false`, or with `--learn` whether heads may learn from the answer"),
