@@ -1,17 +1,17 @@
 """The fields of OpenAI's three calls that work here, with the values that they may have; others are refused."""
 
 import copy
-import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from pydantic import ConfigDict, Field, Json, TypeAdapter, ValidationError, with_config
 from transformers import GenerationConfig
-from typing_extensions import TypedDict
+from typing_extensions import Required, TypedDict
 
 
 def fields(**kinds: Any) -> Any:
-    """An object with these fields and no others, each of which may be left out, or null."""
-    made: Any = TypedDict("Fields", {name: kind | None for name, kind in kinds.items()}, total=False)  # type: ignore
+    """An object with these fields and no others, each of which may be left out, or null, unless it is `Required`."""
+    known = {name: kind if get_origin(kind) is Required else kind | None for name, kind in kinds.items()}
+    made: Any = TypedDict("Fields", known, total=False)  # type: ignore
     return with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))(made)
 
 
@@ -24,10 +24,10 @@ FUNCTION = {"name": str, "description": str, "parameters": dict, "strict": NO}
 SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
 FORMAT = {"type": Literal["text", "json_object", "json_schema"]}
 ROLE = Literal["system", "developer", "user", "assistant", "tool"]
-MESSAGE: dict[str, Any] = {"role": ROLE, "content": str | list, "tool_calls": list, "annotations": list}
+MESSAGE: dict[str, Any] = {"role": Required[ROLE], "content": str | list, "tool_calls": list, "annotations": list}
 MESSAGE |= dict.fromkeys(("name", "tool_call_id", "reasoning_content", "refusal"), str)
 COMMON: dict[str, Any] = {"model": str, "temperature": number(0.0, 2), "top_p": number(0.0, 1), "stream": bool}
-COMMON |= {"seed": number(-(1 << 63), (1 << 64) - 1), "generation_config": str | dict}
+COMMON |= {"seed": number(-(1 << 63), (1 << 64) - 1), "generation_config": Json[dict] | dict}
 COMMON |= {"stream_options": fields(include_usage=bool, include_obfuscation=NO)}
 SCORES: dict[str, Any] = {"logit_bias": dict[str, number(-100.0, 100)], "n": number(1, 128)}  # type: ignore
 SCORES |= {"stop": TEXT | list[TEXT], "max_tokens": COUNT}  # type: ignore
@@ -45,10 +45,10 @@ RESPONSES |= {"tools": list[fields(type=Literal["function"], **FUNCTION)]}  # ty
 RESPONSES |= {"include": list[Literal["message.output_text.logprobs"]], "truncation": Literal["disabled"]}
 RESPONSES |= {"stream_options": fields(include_obfuscation=NO)}
 OF_ITEMS = {"type": str, "id": str, "status": str}
-ITEMS: dict[str, Any] = {"message": {**MESSAGE, **OF_ITEMS}}
-ITEMS["function_call"] = {**OF_ITEMS, "call_id": str, "name": str, "arguments": str}
-ITEMS["function_call_output"] = {**OF_ITEMS, "call_id": str, "output": str | list}
-ITEMS["reasoning"] = {**OF_ITEMS, "summary": list, "content": list}
+ITEMS: dict[str, Any] = {"message": {**MESSAGE, **OF_ITEMS, "content": Required[str | list]}}
+ITEMS["function_call"] = {**OF_ITEMS, **dict.fromkeys(("call_id", "name", "arguments"), Required[str])}
+ITEMS["function_call_output"] = {**OF_ITEMS, "call_id": Required[str], "output": Required[str | list]}
+ITEMS["reasoning"] = {**OF_ITEMS, "summary": list, "content": list[fields(type=str, text=Required[str])]}  # type: ignore
 # Of a generation config, what a client may set; and what would make an answer something else than one text.
 OF_CONFIGS = set("do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff seed".split())
 OF_CONFIGS |= set("repetition_penalty no_repeat_ngram_size bad_words_ids suppress_tokens sequence_bias".split())
@@ -79,6 +79,7 @@ def checked(kind: TypeAdapter, body: Any, place: str = "") -> dict[str, Any]:
             place, body = f"{place}.{part}", body[part]
         elif isinstance(body, list) and isinstance(part, int):
             place, body = f"{place}[{part}]", body[part]
+    place += f".{first['loc'][-1]}" if first["type"] == "missing" else ""
     reason = UNKNOWN if first["type"] == "extra_forbidden" else f"{first['msg']}."
     raise Refused(place.removeprefix(".") or "body", reason)
 
@@ -86,7 +87,6 @@ def checked(kind: TypeAdapter, body: Any, place: str = "") -> dict[str, Any]:
 def generation_config(body: dict[str, Any], of_base: GenerationConfig) -> GenerationConfig:
     """How a request is decoded: as the base says, but for what the client asks for."""
     config, given = copy.deepcopy(of_base), body.get("generation_config", {})
-    given = json.loads(given) if isinstance(given, str) else given
     for name, value in given.items():
         if value not in (None, getattr(of_base, name, None), FIXED.get(name)) and name != "transformers_version":
             if name not in OF_CONFIGS:

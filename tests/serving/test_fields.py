@@ -199,7 +199,7 @@ def test_the_context_is_a_limit_that_clients_are_told(writer):
 UNFIT = [("temperature", value) for value in (-1, 2.1, True, float("nan"))] + [("top_p", 2), ("n", 0), ("seed", "x")]
 UNFIT += [("max_tokens", value) for value in (0, "x", 1.5)] + [("stop", value) for value in (3, [""])]
 UNFIT += [("logit_bias", value) for value in ({"x": 1}, {"1": 200}, {"9999": 1})] + [("seed", 1 << 64)]
-UNFIT += [("generation_config", value) for value in ("{", {"no_such": 1}, {"output_scores": True})]
+UNFIT += [("generation_config", value) for value in ("{", "[1]", {"no_such": 1}, {"output_scores": True})]
 UNFIT += [("generation_config", value) for value in ({"draft_tree": "dynamic"}, {"eos_token_id": 5}, {"max_time": 1})]
 UNFIT += [("prompt", [-1]), ("prompt", [5, 99_999])]
 UNFIT += [("prompt", [[]]), ("prompt", [True]), ("model", "another"), ("stream_options", {}), ("logprobs", 50)]
@@ -212,7 +212,21 @@ def test_a_value_that_does_not_fit_is_refused_by_name(field, value, writer):
     answer = writer.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
     error = answer.json()["error"]
     assert answer.status_code == 400 and "\n" not in error["message"] and error["type"] == "invalid_request_error"
-    assert error["param"].startswith(field) if error["param"] else "JSONDecodeError" in error["message"]
+    assert error["param"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    "item, missing",
+    [
+        ({"content": "hi"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"type": "function_call_output", "output": "x"}, "call_id"),
+        ({"type": "function_call", "call_id": "x", "arguments": "{}"}, "name"),
+        ({"type": "reasoning", "content": [{}]}, "content[0].text"),
+    ],
+)
+def test_an_item_that_lacks_a_field_is_refused_by_its_name(item, missing, writer):
+    assert post(writer, "responses", 400, input=[item])["error"]["param"] == f"input[0].{missing}"
 
 
 @pytest.mark.parametrize(
