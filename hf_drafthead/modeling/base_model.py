@@ -414,7 +414,7 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
                     os.replace(former, target)
             raise
         for target, former in replaced:
-            for file in former.iterdir() if former.is_dir() else ():
+            for file in former.iterdir() if former.is_dir() and not former.is_symlink() else ():
                 kept = not _of_a_model(file) or (file.is_file() and not (target / CONFIG_NAME).is_file())
                 if kept and not (target / file.name).exists():  # of the user's own, or a base where none was written
                     os.replace(file, target / file.name)

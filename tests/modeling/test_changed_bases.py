@@ -211,6 +211,18 @@ def test_all_is_put_back_where_a_replacement_could_not_be(named, tmp_path, monke
     assert sorted((tmp_path / "saved").rglob("*")) == before
 
 
+def test_what_a_linked_folder_holds_stays_there(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    edit_one_value(model.base)
+    saved(model, tmp_path / "saved")
+    (tmp_path / "saved" / "base").rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "notes.txt").write_text("mine")
+    (tmp_path / "saved" / "base").symlink_to(tmp_path / "elsewhere")
+    before = sorted((tmp_path / "elsewhere").iterdir())
+    saved(model, tmp_path / "saved")
+    assert sorted((tmp_path / "elsewhere").iterdir()) == before
+
+
 def test_threads_that_save_at_once_do_not_disturb_each_other(named, tmp_path):
     model = MedusaForCausalLM.from_base(named).eval()
     model.add_adapter(LORA, "x")
