@@ -421,7 +421,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             named["subfolder"] = config.base_subfolder
             arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
             if config.base_quantization is not None and "quantization_config" not in arguments:
-                arguments["quantization_config"] = AutoQuantizationConfig.from_dict(config.base_quantization)
+                arguments["quantization_config"] = _quantization(config.base_quantization)
             base, origin = load_named(locate_base(config, place), named, arguments, checkpoint=place, config=config)
         # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
         recorded, name = config.base_model_name_or_path, origin["base_model_name_or_path"]
@@ -476,6 +476,17 @@ def _origin_of(base: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     refuse_loading_arguments(base, arguments)
     name = getattr(base.config, "_name_or_path", "")
     return {"base_model_name_or_path": full_name(name) if name else None}
+
+
+def _quantization(fields: Any) -> Any:
+    """How a config says that the named base is quantized."""
+    try:
+        return AutoQuantizationConfig.from_dict(fields)
+    except Exception as error:  # transformers expects that its own code wrote them
+        raise ValueError(
+            f"base_quantization of config.json cannot be used ({in_one_line(error)}): correct it, or give "
+            "quantization_config=, None for the base as published."
+        ) from error
 
 
 @contextmanager

@@ -231,6 +231,15 @@ def test_neither_a_checkpoint_nor_what_takes_its_place(heads):
         MedusaForCausalLM.from_pretrained(heads, config=model.config, state_dict=model.state_dict())
 
 
+@pytest.mark.parametrize("fields", [[], "x", {}, {"quant_method": "none"}, {"quant_method": 2}])
+def test_a_quantization_that_no_base_can_have_is_one_line(fields, heads):
+    file = Path(heads) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_quantization": fields}))
+    with pytest.raises(ValueError, match="base_quantization of config.json cannot be used") as error:
+        AutoModel.from_pretrained(heads)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("named", [5, {"a": 1}, [["a"]], "LlamaForCausalLM"])
 def test_a_config_of_another_model_with_architectures_of_a_wrong_type(named, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": named}))
