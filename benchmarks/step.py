@@ -9,17 +9,12 @@ The parts are timed inside `generate()`, base and heads in turns in one process;
 `bookkeeping` is the step without verify and draft: walk, commit and the loop around them. With `--captured` the whole
 step is also run compiled, and so is the base. `--accept N` makes the heads right N times per step, at their own cost
 (`planted.py`): what the step would be worth to trained heads of that quality.
-
-`on_paper` is what the roofline model (`hf_drafthead.evaluation.roofline`) predicts of the step, in units of the base's
-step on paper, with the bandwidth that this machine reaches when it sums a large tensor, and its speed in a large matrix
-product. `roofline` is the share of the captured step that the model accounts for.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import json
 import statistics
 import time
@@ -35,7 +30,6 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaCo
 from hf_drafthead import DraftTree, zoo
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, decoding_methods
 from hf_drafthead.evaluation.measurement import STAGES, time_split
-from hf_drafthead.evaluation.roofline import Machine, base_work, seconds_of, step_work
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.modeling.families import TRAINED, fresh_heads
@@ -87,10 +81,8 @@ def measure(
     try:
         rows = _uncaptured(model, tree, given, settings, repeats)
         figures = {name: statistics.median(values) for name, values in rows.items()}
-        figures |= on_paper(model, tree, *text.shape)
         if captured:
             figures |= _captured(model, tree, given, settings, repeats)
-            figures["roofline"] = figures["paper_step_ms"] / figures["captured_step_ms"]
     finally:
         model.drafter = heads
     unit = figures["base_step_ms"]
@@ -157,34 +149,6 @@ def _captured(model: PreTrainedModel, tree: DraftTree, given: dict, settings: di
         "speedup_over_compiled": median[COMPILED] / median[HEADS],
         "identical": float(torch.equal(outputs[HEADS].sequences, outputs[BASE])),
     }
-
-
-def on_paper(model: PreTrainedModel, tree: DraftTree, rows: int, length: int) -> dict[str, float]:
-    """What the roofline model predicts of a step at the end of texts (rows, length)."""
-    dtype = str(model.base.dtype).removeprefix("torch.")
-    machine = measured_machine(model.base.device, model.base.dtype)
-    width = model.base.get_input_embeddings().weight.element_size()
-    work = step_work(model, rows, tree, length + tree.num_nodes)
-    step = seconds_of(work, machine, dtype)
-    return {
-        "moved_mb": sum(operator.bytes for operator in work) / 1e6,
-        "bandwidth_gb_per_s": machine.bandwidth / 1e9,
-        "tflop_per_s": machine.flops[dtype] / 1e12,
-        "paper_step_ms": 1e3 * step,
-        "on_paper": step / seconds_of(base_work(model.base.config, rows, 1, length + 1, width), machine, dtype),
-    }
-
-
-@functools.cache
-def measured_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """Bytes per second at which this machine reads a large tensor, and FLOP per second of a large matrix product."""
-    data, side = torch.ones(2**27, device=device), 2048  # 512 MiB
-    factor = torch.ones(side, side, device=device, dtype=dtype)
-    runs = {"sum": data.sum, "product": lambda: factor @ factor}
-    time_interleaved(runs, 2, device)
-    _, seconds = time_interleaved(runs, 5, device)
-    flops = 2 * side**3 / min(seconds["product"])
-    return Machine(data.nbytes / min(seconds["sum"]), {str(dtype).removeprefix("torch."): flops})
 
 
 @contextlib.contextmanager
@@ -284,7 +248,6 @@ def merge(table: list[dict], path: Path) -> None:
 def show(row: dict, first: bool) -> None:
     parts = [
         "step",
-        "on_paper",
         "verify",
         "draft",
         "walk",
@@ -294,7 +257,7 @@ def show(row: dict, first: bool) -> None:
         "tokens_per_step",
     ]
     if "captured_step" in row:
-        parts += ["captured_step", "speedup", "speedup_over_compiled", "identical", "roofline", "prepared_s"]
+        parts += ["captured_step", "speedup", "speedup_over_compiled", "identical", "prepared_s"]
     widths = [max(len(part), 6) + 2 for part in parts]
     if first:
         print(f"{'model':<20}{'nodes':>6}{'batch':>6}{'context':>8}{'base ms':>9}", end="")

@@ -209,14 +209,13 @@ def test_pieces_are_streamed_as_they_are_told_at_the_end_also_where_the_base_dec
 
 
 @pytest.mark.parametrize("how", [["--stream"], []], ids=["streamed", "at the end"])
-def test_copies_have_a_colour_of_their_own(folder, run, how, tmp_path):
+def test_copies_have_a_colour_of_their_own(folder, run, how):
     prompt = ("--prompt", "abcdefghijklmnopqrst yz abcde")
     words = ("generate", folder / "medusa", *prompt, "--max-new-tokens", 9, "--color")
     _, without, _ = run(*words, *how)
-    _, out, _ = run(*words, *how, "--tree", "lookup", "--lookup", 4, "--svg", tmp_path / "a.svg")
+    _, out, _ = run(*words, *how, "--tree", "lookup", "--lookup", 4)
     copy = "\x1b[4;93m"
-    picture = (tmp_path / "a.svg").read_text()
-    assert copy in out and "copied: " in out and picture.startswith("<svg") and "copied" in picture
+    assert copy in out and "copied: " in out
     assert copy not in without and "copied" not in without
     code, _, err = run(*words, "--lookup", 0)
     assert code == 2 and "'--lookup': Input should be greater than or equal to 1" in err

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.colors import to_rgb
-from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead.cli import common
@@ -91,36 +89,6 @@ def test_prompts_that_the_heads_were_trained_on_are_named(run, folder, tmp_path)
 def test_a_dry_run_stores_nothing_and_the_base_can_write_the_prompts(run, folder):
     code, out, _ = run("--dry-run")
     assert code == 0 and "batch size 1, " in out and stored(folder) == []
-
-
-def test_the_curves_are_drawn_for_each_batch_size(run, folder, tmp_path):
-    code, _, _ = run("--prompts", folder / "prompts.jsonl", "--batch-size", "1,2", "--plot", tmp_path / "plots")
-    picture = imread(tmp_path / "plots" / "calibration.png")[..., :3]
-    assert code == 0 and picture.std() > 0
-    for colour in ("#1f77b4", "#ff7f0e"):  # matplotlib's first two, one for each batch size
-        assert (abs(picture - torch.tensor(to_rgb(colour)).numpy()).max(-1) < 0.01).any()
-
-
-PLANNED = ("--max-new-tokens", 16, "--max-nodes", 5)
-
-
-def test_a_tree_is_planned_for_a_gpu_that_is_not_there(folder, tmp_path, command):
-    asked = ("--gpu", "h100-sxm", "--prompts", folder / "prompts.jsonl", "--batch-size", "1,4")
-    code, out, _ = command("roofline", folder / "medusa", *PLANNED, *asked, "--json", tmp_path / "plan.json")
-    assert code == 0 and "\nroot\n" in out and stored(folder) == []
-    lines = [line for line in out.splitlines() if line.startswith("h100-sxm, batch size ")]
-    found = json.loads((tmp_path / "plan.json").read_text())
-    assert len(lines) == 4 and [one["batch_size"] for one in found["planned"]] == [1, 4]
-    for line, floor, one in zip(lines[::2], lines[1::2], found["planned"]):
-        size = f"{len(one['tree']) + 1} nodes, {one['tokens_per_step']:.2f} tokens per step"
-        assert f"{size}; on paper a step takes" in line
-        assert line.endswith(f" ms: {one['speedup']:.2f}x the base")
-        assert "but launching the base's kernels takes about 0.16 ms a step as a CUDA graph and 1.2 ms without" in floor
-
-
-def test_an_unknown_gpu_is_refused_before_anything_is_loaded(command):
-    code, _, err = command("roofline", "nowhere", "--gpu", "abacus")
-    assert code == 2 and "no machine 'abacus' is known: expected one of a40, a6000, " in err
 
 
 def test_a_line_names_the_copies_that_pay():

@@ -2,14 +2,13 @@
 
 import importlib.util
 import re
-import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_drafthead import DraftHeadConfig, cli
+from hf_drafthead import DraftHeadConfig
 from hf_drafthead.generation import programs
 from hf_drafthead.modeling import families
 
@@ -228,22 +227,3 @@ def test_the_readme_s_code_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys
     assert len(blocks) == 2 and len(offline) == 1
     exec(compile(offline[0], "README.md", "exec"), {})
     assert capsys.readouterr().out.startswith("def main(")
-
-
-def test_the_readme_s_picture_is_what_its_command_draws(tmp_path, monkeypatch):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"\(Drawn by `hf-drafthead (.*)`\.\)", text)
-    words = shlex.split(command.replace("$'", "'").replace("\\n", "\n"))
-    assert words[-1] == "docs/pictures/accepted.svg" and f"]({words[-1]})" in text
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*words[:-1], str(tmp_path / "again.svg")])
-    assert ended.value.code == 0
-
-    def told(picture: Path) -> str:
-        pieces = re.findall(r"<text [^>]*>(.*?)</text>", picture.read_text(encoding="utf-8"))
-        return "".join(pieces).partition("plain:")[0]
-
-    assert told(tmp_path / "again.svg") == told(ROOT / words[-1])
-    colours = set(re.findall(r'class="(terminal-[0-9]+-r[0-9]+)" x', (ROOT / words[-1]).read_text(encoding="utf-8")))
-    assert len(colours) > 4  # the base's own tokens, and guesses of several depths

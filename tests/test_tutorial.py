@@ -34,6 +34,6 @@ def test_the_tutorial_runs(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-3000:]
     assert "expected tokens per step of a 64-node tree" in run.stdout
-    assert {"training_summary.json", "training.png"} <= {file.name for file in (tmp_path / "my-heads").iterdir()}
+    assert {"training_summary.json"} <= {file.name for file in (tmp_path / "my-heads").iterdir()}
     assert isinstance(AutoModel.from_pretrained(tmp_path / "my-heads"), HydraForCausalLM)
     assert (tmp_path / "bench.json").is_file()

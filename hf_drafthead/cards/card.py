@@ -10,8 +10,6 @@ from typing import Any
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
 from hf_drafthead.cards.facts import ACCURACY, FULL_PRECISION, Facts, counts_in_words, is_hub_id, read_facts
-from hf_drafthead.cards.licenses import check_license
-from hf_drafthead.cards.pictures import draw_accuracies, draw_trees
 from hf_drafthead.cards.sections import REBUILT, merge
 from hf_drafthead.modeling.families import FAMILIES
 from hf_drafthead.modeling.files import in_one_line
@@ -25,7 +23,7 @@ METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the ba
 
 
 def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, license: str | None = None) -> Path:
-    """Write README.md and its pictures into a checkpoint's folder, from the facts in its files; the path of the card.
+    """Write README.md into a checkpoint's folder, from the facts in its files; the path of the card.
 
     Sections that a person wrote, and metadata that the facts do not determine, stay as they are. The same facts give
     the same bytes.
@@ -36,22 +34,14 @@ def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, l
         license: its id on the Hub; by default that of the existing card, or of the training summary.
 
     Raises:
-        OSError, ValueError: as `read_facts` does, or the existing card's metadata is no YAML, or there is no such
-            license.
+        OSError, ValueError: as `read_facts` does, or the existing card's metadata is no YAML.
     """
-    check_license(license)
     folder = Path(folder)
     facts = read_facts(folder, model)
     path = folder / "README.md"
     old = read_card(path) if path.is_file() else ModelCard("---\n{}\n---\n")
     repo_id = repo_id or folder.resolve().name
     data = card_data(facts, old.data, repo_id.rpartition("/")[2], license)
-    if facts.tree is not None:
-        draw_trees({"": facts.tree}, folder / "tree.png")
-    if facts.calibrated:
-        draw_trees(facts.calibrated, folder / "calibrated_trees.png")
-    if facts.accuracies:
-        draw_accuracies(facts.accuracies, folder / "head_accuracies.png")
     written = ModelCard(render(facts, data, repo_id))
     written.text = "\n" + merge(old.text, written.text)
     written.save(path)
@@ -173,7 +163,6 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         base_named=bool(named),
         license=data.get("license"),
         recipe=recipe(facts.training),
-        training_drawn=(facts.folder / "training.png").is_file(),
         same=same,
         wrong=kinds["fault"],
         rounded=kinds["rounding"],
@@ -227,7 +216,6 @@ def setting(run: dict[str, Any]) -> str:
         lossy and f"{acceptance['acceptance']} acceptance",
         lossy and threshold is not None and f"threshold {threshold}",
         copied and f"{copied} copied tokens",
-        (run.get("processes") or 1) > 1 and f"{run['processes']} processes",
         run.get("complete") is False and f"not complete: {run.get('stopped') or 'stopped early'}",
     ]
     return ", ".join(part for part in parts if part)

@@ -18,7 +18,7 @@ from hf_drafthead.generation.tree import LOOKUP, DraftTree, resolve
 from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
-from hf_drafthead.trees.entries import CalibrationKey, heads_hash, tree_of
+from hf_drafthead.trees.entries import CalibrationKey, heads_hash
 
 FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -46,7 +46,6 @@ class Facts:
     dynamic_tree: str | None  # dynamic or auto, where steps have trees of their own
     settings: dict[str, Any]
     calibration: list[dict[str, Any]]
-    calibrated: dict[str, DraftTree]  # the different trees of the calibration, by where they are for
     training: dict[str, Any]
     accuracies: dict[int, list[float]]  # by k: how often head i has the true token among its best k
     accuracy_run: dict[str, Any] | None  # that they are of, None if the training reported them
@@ -94,7 +93,6 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         dynamic_tree=None if tree or chosen is None else chosen if isinstance(chosen, str) else "dynamic",
         settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
         calibration=[{**entry, **CalibrationKey.of_entry(entry)._asdict()} for entry in calibration],
-        calibrated=_calibrated(calibration, depth, vocabulary),
         training=training,
         accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
         accuracy_run=measured,
@@ -107,14 +105,6 @@ def static_tree(chosen: Any, depth: int | None, vocabulary: int) -> DraftTree | 
     """The tree that a generation config names; None where steps have trees of their own, or it names none."""
     tree = None if chosen in (None, AUTO, LOOKUP) else resolve(chosen, depth, vocabulary)
     return tree if isinstance(tree, DraftTree) else None
-
-
-def _calibrated(entries: list[dict[str, Any]], depth: int | None, vocabulary: int) -> dict[str, DraftTree]:
-    """The different trees of calibration entries; a title names everything that a tree is for."""
-    titles: dict[DraftTree, list[str]] = {}
-    for entry in entries:
-        titles.setdefault(tree_of(entry, depth, vocabulary), []).append(str(CalibrationKey.of_entry(entry)))
-    return {"; ".join(keys): tree for tree, keys in titles.items()}
 
 
 def check_folder(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import io
 import json
 import re
 import sys
@@ -346,15 +345,6 @@ def colour_of(depth: int) -> str:
 def show_pace(written: Any) -> None:
     pace = "" if written.tokens_per_step is None else f", {written.tokens_per_step:.2f} per step"
     Console(stderr=True).print(f"{written.new_tokens} tokens in {written.seconds:.2f} s{pace}", style="dim")
-
-
-def write_picture(path: Path, command: str, prompt: str, pieces: list[tuple[str, int]]) -> None:
-    """Write a text as an SVG: the prompt in grey, accepted guesses in the colour of their depth."""
-    console = Console(record=True, file=io.StringIO(), width=100, highlight=False, markup=False)
-    console.print(Text.assemble((prompt, "dim"), *(coloured(*piece) for piece in pieces)), soft_wrap=False)
-    console.print()
-    console.print(legend(pieces))
-    path.write_text(console.export_svg(title=command), encoding="utf-8")
 
 
 def legend(pieces: list[tuple[str, int]]) -> Text:

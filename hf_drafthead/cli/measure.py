@@ -31,15 +31,13 @@ def run_bench(
     captured: Annotated[bool, flag("--captured", "Compile the heads' steps, as a static cache does.")] = False,
     tree: common.TreeOptions = None,
     settings: common.Settings = None,
-    plot: Annotated[Path | None, string("Draw pictures there.", "FOLDER")] = None,
     csv_path: Annotated[Path | None, common.new_file("Write the figures by category.", "PATH", "--csv")] = None,
     json_path: common.Json = None,
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
-    from hf_drafthead.evaluation import plots, report
+    from hf_drafthead.evaluation import report
     from hf_drafthead.evaluation.bench import INTERRUPTED, BenchPlan
     from hf_drafthead.evaluation.calls import PROMPT_LOOKUP
-    from hf_drafthead.evaluation.loading import process_state
     from hf_drafthead.evaluation.questions import read_questions
 
     thresholds = common.parse_numbers("--epsilon", epsilon, float)
@@ -63,24 +61,18 @@ def run_bench(
     command = shlex.join(["hf-drafthead", *sys.argv[1:]])
     about = {"questions": name, "split": split, "limit": limit, "command": command}
     about = {name: value for name, value in about.items() if value is not None}
-    first = process_state().is_main_process
 
     def keep(measurements: list[Any]) -> None:
-        if first:
-            common.write_json(json_path, report.to_json(measurements, **about))
-            if csv_path is not None:
-                report.write_csv(csv_path, measurements)
+        common.write_json(json_path, report.to_json(measurements, **about))
+        if csv_path is not None:
+            report.write_csv(csv_path, measurements)
 
     with common.bar(plan.batches) as begin:
-        notify = common.complain if first else lambda notice: None
-        measurements = plan.carry_out(begin=begin, notify=notify, keep=keep)
-    if first:
-        console = common.output()
-        for table in report.tables(measurements):
-            console.print(table)
-        common.say(*report.verdicts(measurements))
-        if plot is not None:
-            plots.draw(measurements, plot)
+        measurements = plan.carry_out(begin=begin, notify=common.complain, keep=keep)
+    console = common.output()
+    for table in report.tables(measurements):
+        console.print(table)
+    common.say(*report.verdicts(measurements))
     if measurements[-1].stopped == INTERRUPTED:
         marked = ", marked with *," if any(not measurement.complete for measurement in measurements) else ""
         where = common.kept_in(json_path, "are")

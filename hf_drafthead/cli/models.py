@@ -4,7 +4,6 @@ import functools
 import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -51,7 +50,6 @@ def generate(
     max_new_tokens: Annotated[int, count("Tokens to write, at most.")] = 128,
     stream: Annotated[bool, flag("--stream", "Print while writing.")] = False,
     color: Annotated[bool, flag("--color", "Colour accepted guesses by their depth, and copies.")] = False,
-    svg: Annotated[Path | None, common.new_file("Also write the coloured text as a picture.", "PATH")] = None,
     json_path: common.Json = None,
 ) -> None:
     """Continue a prompt, or answer it where the tokenizer has a chat template."""
@@ -74,7 +72,7 @@ def generate(
         else:
             print(piece, end="", flush=True)  # not through the console, which would expand tabs
 
-    on_piece = show if stream else (lambda piece, depth: None) if color or svg else None  # which tells copies apart
+    on_piece = show if stream else (lambda piece, depth: None) if color else None  # which tells copies apart
     if writing.system or (tokenizer.chat_template and not raw):
         conversation = Conversation(loaded, tokenizer, system=writing.system, tree=tree, settings=settings)
         written = conversation.ask(asked.rstrip("\n"), on_piece)
@@ -87,8 +85,6 @@ def generate(
     if color:
         console.print(common.legend(written.pieces))
     common.show_pace(written)
-    if svg is not None:
-        common.write_picture(svg, f"hf-drafthead generate {Path(model).name} --color", asked, written.pieces)
     common.write_json(json_path, vars(written))
 
 

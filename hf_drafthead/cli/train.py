@@ -60,11 +60,9 @@ def run_distill(
         raise ValueError("give --data, or --synthesize N for chats of which the base writes the questions too.")
     if synthesize is not None and model is None:
         raise ValueError("--synthesize needs the base's chat template: name the base (hf-drafthead distill MODEL ...).")
-    state = room.processes()
     rows: Any = synthesize
     if data is not None:
-        with state.main_process_first():  # the others find the rows in its cache
-            rows = read_rows(data, split=split)
+        rows = read_rows(data, split=split)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
     options |= {"prompt_tokens": prompt_tokens, "turns": turns, "greedy": greedy, "question_tokens": question_tokens}
     options["seed"] = seed
@@ -74,7 +72,7 @@ def run_distill(
             tokenizer.chat_template = template or tokenizer.chat_template
             room.kind_of_text(tokenizer)
     if endpoint is None:
-        answers, tokenizer = room.load_model(str(model), state.device)
+        answers, tokenizer = room.load_model(str(model))
         tokenizer.chat_template = common.with_values(template or tokenizer.chat_template, chat_template_kwargs)
         options |= {"batch_size": batch_size, "max_length": max_length}
     else:
@@ -86,9 +84,8 @@ def run_distill(
     with common.bar(synthesize or len(rows)) as begin:
         tell = begin("answering" if synthesize is None else "writing")
         report = room.distill(answers, tokenizer, rows, output_file, progress=tell, **options)
-    if state.is_main_process:
-        common.say(str(report))
-        common.write_json(json_path, report.to_json())
+    common.say(str(report))
+    common.write_json(json_path, report.to_json())
 
 
 @common.app.command()

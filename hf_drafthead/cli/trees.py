@@ -1,4 +1,4 @@
-"""`hf-drafthead calibrate`, `costs`, `roofline` and `trees`: which draft tree is fastest, here or elsewhere."""
+"""`hf-drafthead calibrate`, `costs` and `trees`: which draft tree is fastest here."""
 
 import json
 import time
@@ -50,14 +50,12 @@ def run_calibrate(
     captured: Annotated[bool, typer.Option("--captured/--eager", help="Compiled steps, as of static caches.")] = False,
     resume: Annotated[bool, flag("--resume", "Measure only batch sizes that have no entry yet.")] = False,
     dry_run: Annotated[bool, flag("--dry-run", "Show the trees, and store nothing.")] = False,
-    plot: Annotated[Path | None, string("Draw tokens per step and per second by nodes there.", "FOLDER")] = None,
     minutes: Annotated[
         float | None, amount("Of timing, for all batch sizes; then the fastest so far is stored.")
     ] = None,
     json_path: common.Json = None,
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
-    from hf_drafthead.evaluation import plots
     from hf_drafthead.trees.calibrate import calibrate as measure
     from hf_drafthead.trees.timing import SLOW, dtype_advice
 
@@ -83,8 +81,6 @@ def run_calibrate(
         common.complain(
             "the prompts are the data that the heads were trained on: expect fewer tokens per step on other text."
         )
-    if plot is not None:
-        plots.draw_calibration(entries, plot)
     common.write_json(json_path, {"entries": entries})
     if not all(entry["measured"]["identical"] for entry in entries):
         counts = f"`hf-drafthead verify {model}` counts near ties and faults"
@@ -149,31 +145,6 @@ def costs(
     common.write_json(json_path, {"file": str(cost_file.FILE), "costs": everything})
     if clear:
         common.say(f"removed: costs of {cost_file.clear()} kind(s) of calls.")
-
-
-@common.app.command()
-@common.options_of_groups
-def roofline(
-    model: common.ModelName,
-    gpu: Annotated[str, string("Name of the GPU, such as h100-sxm; a wrong one lists all.")],
-    search: Search,
-    loading: common.Loading,
-    context: Annotated[int, count("Positions that a step attends to.")] = 1024,
-    json_path: common.Json = None,
-) -> None:
-    """Plan the draft tree for a GPU that is not at hand: tokens per step measured here, the step's cost on paper."""
-    from hf_drafthead.evaluation.roofline import machine_named, plan_trees
-
-    machine_named(gpu)  # before the model is loaded
-    sizes = common.parse_numbers("--batch-size", search.batch_size, int)
-    loaded, texts = search.load(model, loading)
-    plans = plan_trees(loaded, texts, gpu, sizes, context=context, **search.how())
-    console = common.output()
-    for plan in plans:
-        for line in plan.in_words():
-            console.print(common.printable(f"{gpu}, batch size {plan.batch_size}: {line}"), soft_wrap=True)
-        console.print(Text(plan.tree.draw()))
-    common.write_json(json_path, {"gpu": gpu, "context": context, "planned": [plan.to_json() for plan in plans]})
 
 
 @common.app.command()

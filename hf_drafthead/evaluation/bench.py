@@ -13,15 +13,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 
 from hf_drafthead.bases.errors import out_of_memory
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.evaluation import calls
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, Method, drafted, encode_turn, steps_of
-from hf_drafthead.evaluation.loading import process_state
-from hf_drafthead.evaluation.measurement import Measurement, Round, Run, answer_quality, summed_up
+from hf_drafthead.evaluation.measurement import Measurement, Round, Run, summed_up
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall
 from hf_drafthead.generation.tree import DraftTree
@@ -169,12 +167,8 @@ class BenchRun:
             settings = calls.as_tokens(self.model, self.settings, self.tokenizer)
             parted = BaseCall(self.model.base, inputs, settings, seed).differences(rows[BASE], rows[HEADS])
             finished.runs[HEADS].differences = [first for _, first in parted]
-        texts = {name: self.tokenizer.batch_decode(rows[name], skip_special_tokens=True) for name in (BASE, HEADS)}
-        for question, *answers in zip(batch, texts[BASE], texts[HEADS]):
-            if any(question.references[turn : turn + 1]):
-                base, heads = (answer_quality(answer, question.references[turn]) for answer in answers)
-                finished.quality.append((base, heads))
-        return finished, [answer.strip() for answer in texts[BASE]]
+        texts = self.tokenizer.batch_decode(rows[BASE], skip_special_tokens=True)
+        return finished, [text.strip() for text in texts]
 
     def _has_next_turn(self, question: Question, answers: list[str]) -> bool:
         """Whether there is a next turn, and room for it."""
@@ -218,7 +212,6 @@ def bench(
 ) -> list[Measurement]:
     """One measurement for every batch size, which is halved where memory runs out.
 
-    Under `accelerate launch` every process decodes its share of the questions, and all return the same figures.
     After an interruption the last one's `stopped` is set; a KeyboardInterrupt before there was anything to return.
 
     Args:
@@ -234,9 +227,7 @@ def bench(
     Raises:
         OSError, ValueError: as `decoding_methods` and `encode_all` do, or the memory does not suffice for one prompt.
     """
-    share, processes = share_of(questions)
-    one_by_one = calls.batched(questions, 1)
-    calls.encode_all(model, tokenizer, one_by_one, settings["max_new_tokens"])  # refused in all processes
+    calls.encode_all(model, tokenizer, calls.batched(questions, 1), settings["max_new_tokens"])
     acceptance = acceptance_of(model, acceptance or {})
     how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "captured": captured, "compare": compare}
     methods = calls.decoding_methods(model, tokenizer, **how)
@@ -247,11 +238,7 @@ def bench(
             size = waiting.pop(0)
             run = BenchRun(model, tokenizer, dict(methods), settings, size, repeats, seed, captured, progress=progress)
             run.lossless = acceptance["acceptance"] == "exact"
-            run.run_as_far_as_possible(share)
-            if processes > 1:  # all get the rounds of all, and a common reason for stopping
-                run.rounds = gather_object(run.rounds)
-                run.notices = list(dict.fromkeys(gather_object(run.notices)))
-                run.stopped = next(filter(None, gather_object([run.stopped])), None)
+            run.run_as_far_as_possible(questions)
             if run.stopped == NO_MEMORY:
                 prompts = sum(batch.rows for batch in run.rounds)
                 run.notices.append(f"out of memory at a batch size of {size}: {prompts} prompts were measured.")
@@ -269,7 +256,7 @@ def bench(
             if run.rounds:
                 nothing = False
                 about: dict[str, Any] = {"batch_size": size, "repeats": repeats, "captured": captured}
-                about |= {"settings": full_settings(model, settings), "acceptance": acceptance, "processes": processes}
+                about |= {"settings": full_settings(model, settings), "acceptance": acceptance}
                 about["calibrated"] = is_calibrated(model, size, captured)
                 about |= {"complete": run.stopped is None, "stopped": run.stopped, "notices": run.notices}
                 yield summed_up(model, run.rounds, compared=compare, **about)
@@ -299,15 +286,6 @@ def until_interrupted(
         measurements[-1] = replace(measurements[-1], stopped=INTERRUPTED)
         keep(measurements)
     return measurements
-
-
-def share_of(questions: Sequence[Question]) -> tuple[list[Question], int]:
-    """This process's share of the questions, and how many processes there are; a ValueError if some had none."""
-    state = process_state()
-    count = state.num_processes
-    if count > max(len(questions), 1):
-        raise ValueError(f"{len(questions)} questions cannot be shared among {count} processes: start fewer of them.")
-    return list(questions)[state.process_index :: count], count
 
 
 def full_settings(model: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -351,7 +329,7 @@ class BenchPlan:
 
     @property
     def batches(self) -> int:
-        """How often `progress` is called at most: less where memory runs out, or where processes share the work."""
+        """How often `progress` is called at most: less where memory runs out."""
         batches = sum(len(calls.batched(self.questions, size)) for size in self.batch_sizes)
         return len(self.models) * len(self.trees) * len(list(self.runs())) * batches
 

@@ -4,7 +4,6 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -45,22 +44,13 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def process_state() -> PartialState:
-    """The state of this process; without a GPU, processes that `torchrun` or MPI started on the CPU count too."""
-    return PartialState(cpu=not torch.cuda.is_available())
-
-
 def load_arguments(
     dtype: str = "auto", device: str | None = None, base_model: str | None = None, trust_remote_code: bool = False
 ) -> dict[str, Any]:
     """Keyword arguments of `load` for the options of a command; a ValueError where there is no such type, or device
-    here. Without a device: the GPU of this process, all GPUs if there is one process, and the CPU where there is no
-    GPU."""
+    here. Without a device: all GPUs, or the CPU where there is no GPU."""
     check_device(device)
-    place: Any = device
-    if place is None and torch.cuda.is_available():
-        state = process_state()
-        place = "auto" if state.num_processes == 1 else state.device
+    place = device or ("auto" if torch.cuda.is_available() else None)
     arguments: dict[str, Any] = {"dtype": floating_type(dtype), "base_model": base_model}
     arguments["device_map"] = None if place in (None, "cpu") else "auto" if place == "auto" else {"": place}
     arguments["trust_remote_code"] = trust_remote_code or None

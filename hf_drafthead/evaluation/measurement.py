@@ -7,7 +7,7 @@ import itertools
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from hf_drafthead.generation import StepRecord
 from hf_drafthead.trees.entries import device_name, drafter_hash
 
 STAGES = ("draft", "verify", "walk", "commit")
-METRIC = "rougeL"
 COPIED = -1  # in the place of a guess's depth: it was copied from the text
 
 
@@ -44,13 +43,12 @@ class Round:
     accepted: torch.Tensor  # (B, S) of the heads
     steps: list[StepRecord] = field(default_factory=list)  # of a further run of the heads
     ranks: torch.Tensor | None = None  # (M, K) at which each head had the next tokens
-    quality: list[tuple[float, float]] = field(default_factory=list)  # of base and heads, where there is a reference
     undrafted: int = 0  # calls of the heads that the base decoded by itself
 
     def note(self, record: StepRecord) -> None:
         """Keep a step, as `generate(on_step=...)` reports it; the prefill, which is none, is left out."""
         if record.step:
-            self.steps.append(replace(record, copied=None))  # which no other process could read
+            self.steps.append(record)
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,6 @@ class Measurement:
     time_split: dict[str, float] | None  # milliseconds per step
     peak_memory: dict[str, int] | None  # bytes on a GPU, by method
     compared: dict[str, dict[str, Any] | None]  # others than the base, None where one could not run
-    quality: dict[str, Any] | None
     settings: dict[str, Any] = field(default_factory=dict)  # of `generate`
     acceptance: dict[str, Any] = field(default_factory=dict)  # settings that only the heads were given
     captured: bool = False  # whether the heads' steps were compiled
@@ -99,7 +96,6 @@ class Measurement:
     base_revision: str | None = None
     complete: bool = True
     stopped: str | None = None  # why the call ended early; if this one is complete, it ended after it
-    processes: int = 1
     calibrated: bool = False  # for calls of so many rows on this machine
     notices: list[str] = field(default_factory=list)
 
@@ -155,11 +151,6 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
 
 def figures(rounds: Sequence[Round]) -> dict[str, Any]:
     """What is reported of all rounds, and of those of each category."""
-    scores = [score for batch in rounds for score in batch.quality]
-    quality = None
-    if scores:
-        base, heads = (statistics.mean(values) for values in zip(*scores))
-        quality = {"metric": METRIC, "answers": len(scores), "base": base, "heads": heads}
     prompts = sum(batch.rows for batch in rounds)
     return {
         "prompts": prompts,
@@ -169,7 +160,6 @@ def figures(rounds: Sequence[Round]) -> dict[str, Any]:
         "speedup": statistics.median(ratios(rounds, HEADS, BASE)),
         "identical": all(batch.runs[HEADS].identical for batch in rounds),
         "differences": counted(prompts, [first for batch in rounds for first in batch.runs[HEADS].differences]),
-        "quality": quality,
         "undrafted": sum(batch.undrafted for batch in rounds),
     }
 
@@ -291,14 +281,3 @@ def top_k_accuracy(ranks: Iterable[torch.Tensor], most: int = 5) -> list[list[fl
     counts = valid.sum(0).clamp(min=1).double()
     hits = [(valid & (ranked < k)).sum(0) / counts for k in range(1, most + 1)]
     return torch.stack(hits, dim=1).tolist()
-
-
-def answer_quality(answer: str, references: Sequence[str]) -> float:
-    """How close an answer is to the best matching reference: the F-measure of ROUGE-L, from 0 (no common word) to 1.
-
-    >>> answer_quality("in second place", ["the first", "second place"])
-    0.8
-    """
-    from rouge_score.rouge_scorer import RougeScorer  # type: ignore[import-untyped]
-
-    return RougeScorer([METRIC], use_stemmer=True).score_multi(references, answer)[METRIC].fmeasure  # type: ignore[no-any-return]

@@ -3,8 +3,7 @@
 A record is one of these: `turns`, texts that are asked one after the other through the chat template, each after the
 model's own answer to the one before; `messages` or `conversations`, of which the system turn and the user's turns are
 asked in the same way; `prompt`, a text that is continued as it is; `text`, of which the first 64 tokens are continued.
-`category` names the group that a record is reported under, `reference` the answer that its quality is judged by: a
-text, or for each turn a text or several, any of which will do.
+`category` names the group that a record is reported under.
 """
 
 import json
@@ -33,7 +32,6 @@ class Question:
 
     turns: tuple[str, ...]  # what the user says, in order
     category: str = UNCATEGORISED  # the group it is reported under
-    references: tuple[tuple[str, ...], ...] = ()  # answers to each turn that will do, as far as there are any
     chat: bool = False  # whether the chat template applies
     system: str | None = None  # what the model is told before
     beginning: int | None = None  # of a text, how many of its tokens are continued, None for all
@@ -97,7 +95,7 @@ def question_of(row: Any, where: str) -> Question:
         raise ValueError(f"{where} is {shown}, a prompt that is empty: give the text that the model shall answer.")
     category = row.get("category")
     category = UNCATEGORISED if category in (None, "") else str(category)
-    return Question(turns, category, _references(row.get("reference"), where), where=where, **more)
+    return Question(turns, category, where=where, **more)
 
 
 def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
@@ -142,12 +140,3 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]], where: str) -> str
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template may raise anything; the template is at fault
         raise ValueError(f"the chat template cannot take {where} ({one_line(error)}): correct the template.") from error
-
-
-def _references(reference: Any, where: str) -> tuple[tuple[str, ...], ...]:
-    turns = [reference] if isinstance(reference, str) else reference or []
-    several = [[turn] if isinstance(turn, str) else turn for turn in turns] if isinstance(turns, list) else [turns]
-    if not all(isinstance(answers, list) and all(isinstance(text, str) for text in answers) for answers in several):
-        shown = json.dumps(reference, default=str)
-        raise ValueError(f'{where} has the "reference" {shown}: expected a text, or some per turn.')
-    return tuple(tuple(text for text in answers if text) for answers in several)

@@ -8,11 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
-from hf_drafthead.evaluation.measurement import METRIC, STAGES, Measurement
+from hf_drafthead.evaluation.measurement import STAGES, Measurement
 
 CSV_COLUMNS = (
     "model family acceptance posterior_threshold temperature batch_size category prompts tokens_per_step "
-    "base_tokens_per_second tokens_per_second speedup identical undrafted quality_base quality_heads complete "
+    "base_tokens_per_second tokens_per_second speedup identical undrafted complete "
     "prompt_lookup_num_tokens"
 ).split()
 
@@ -31,10 +31,8 @@ def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
         for measurement in measurements:
             whole = measurement.to_json()
             for category, figures in [("all", whole), *measurement.per_category.items()]:
-                quality = figures["quality"] or {}
                 heat = {"temperature": measurement.temperature}
-                scores = {"quality_base": quality.get("base"), "quality_heads": quality.get("heads")}
-                writer.writerow({**whole, **figures, **measurement.acceptance, **heat, **scores, "category": category})
+                writer.writerow({**whole, **figures, **measurement.acceptance, **heat, "category": category})
 
 
 def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
@@ -159,8 +157,6 @@ def details_table(measurements: Sequence[Measurement]) -> Table:
     for name in dict.fromkeys(name for row in measurements for name in row.compared):
         figures = [row.compared.get(name) for row in measurements]
         line(f"{name}, speedup", ["-" if other is None else f"{other['speedup']:.2f}" for other in figures])
-    for who in ("base", "heads"):
-        line(f"{METRIC} of the {who}", [_figure((row.quality or {}).get(who)) for row in measurements])
     for who in dict.fromkeys(name for row in measurements for name in row.peak_memory or {}):
         peaks = [(row.peak_memory or {}).get(who) for row in measurements]
         line(f"{who}, peak memory", ["-" if peak is None else f"{peak / 2**20:.0f} MiB" for peak in peaks])

@@ -21,7 +21,7 @@ from hf_drafthead.modeling.files import edit_json, in_one_line
 
 CARD = "README.md"
 # Files that a training and its measurements write; all other pictures are drawn again with the card.
-FACTS = ["training_summary.json", "training.png", "evaluation*.json", "LICENSE*", "NOTICE*"]
+FACTS = ["training_summary.json", "evaluation*.json", "LICENSE*", "NOTICE*"]
 TOKENIZER = ["tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "spiece.model"]
 TOKENIZER += ["chat_template*", "additional_chat_templates/*"]
 # Fields of a tokenizer config that describe this machine.

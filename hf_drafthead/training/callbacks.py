@@ -82,25 +82,6 @@ def agreed(value: float, args: Any) -> float:
     return broadcast(torch.tensor(float(value), device=args.device)).item()
 
 
-class TrainingProgress(ProgressCallback):
-    """A progress bar with the loss and the tokens per step to expect; the Trainer's own prints dictionaries."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._beside: dict[str, str] = {}
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if not logs or self.training_bar is None:
-            return
-        if "loss" in logs:
-            self._beside["loss"] = f"{float(logs['loss']):.3g}"
-        if (expected := logs.get("eval_tokens_per_step")) is not None:
-            self._beside["expected"] = f"{expected:.2f} tokens/step"
-        self.training_bar.set_postfix(self._beside)
-        if "eval_loss" in logs:
-            self.training_bar.write(evaluation_line(state.global_step, state.max_steps, logs))
-
-
 def evaluation_line(step: int, steps: int, metrics: dict[str, Any]) -> str:
     """One evaluation as a line.
 
@@ -121,7 +102,7 @@ def heads_of(metrics: dict[str, Any], k: int) -> list[tuple[int, float]]:
 
 
 class TrainingLog(TrainerCallback):
-    """Lines for a log file: one for each tenth of the training, and one for every evaluation."""
+    """A line for each tenth of the training, and one for every evaluation."""
 
     _loss, _started, _first = "", 0.0, 0
 
@@ -145,14 +126,10 @@ class TrainingLog(TrainerCallback):
 
 
 def show_progress(trainer: Trainer) -> None:
-    """Replace a trainer's progress bar by this one, and by lines in a log, unless its progress is turned off."""
+    """Lines in the place of a trainer's progress bar and dictionaries, unless its progress is turned off."""
     for callback_class in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback_class)
-    if trainer.args.disable_tqdm:
-        return
-    if sys.stderr.isatty():
-        trainer.add_callback(TrainingProgress())
-    else:
+    if not trainer.args.disable_tqdm:
         trainer.args.disable_tqdm = True  # of the bars that are not the callback's
         trainer.add_callback(TrainingLog())
 

@@ -5,16 +5,14 @@ there is no data, the base writes the questions too, or beginnings of texts.
 """
 
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object, parse_flag_from_env
 from transformers import AutoModelForCausalLM
 
 from hf_drafthead.bases.output_layer import probe_tokens
@@ -23,7 +21,7 @@ from hf_drafthead.data.rows import data_hash, without_format
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 from hf_drafthead.training.answers import ONE_TEXT, Answerer, Sampling, Task, Writer, at_least_one
-from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, Shards, in_words
+from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, OutputFile, in_words
 from hf_drafthead.training.endpoint import Server, ServerWriter
 from hf_drafthead.training.examples import PreparedData, longest_text_of
 from hf_drafthead.training.record import base_fingerprint
@@ -66,10 +64,9 @@ def distill(
 
     The output has one JSON object per row in the form that `read_rows` reads, with the row's number in `row`, and
     with the tokens of each answer in `ids`. An interrupted run resumes where it stopped, and one with a greater number
-    of chats goes on behind the last one. Under `accelerate launch` every process takes its share, in a folder that all
-    see. The rows are the same whatever the number of processes, the batch size and the interruptions, but that nearly
-    equal logits may be exchanged in another batch, and that chats of the model's own that were not finished are not
-    begun again.
+    of chats goes on behind the last one. The rows are the same whatever the batch size and the interruptions, but that
+    nearly equal logits may be exchanged in another batch, and that chats of the model's own that were not finished are
+    not begun again.
 
     Args:
         model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
@@ -80,14 +77,14 @@ def distill(
         max_new_tokens: of each answer.
         temperature: 0 is greedy, as by default for rows; 1 by default for chats of the model's own.
         top_p: sample from the likeliest tokens that have this probability together; above 0.
-        batch_size: rows at a time, in each process; for a server, requests at once. By default 8; of the model's own
+        batch_size: rows at a time; for a server, requests at once. By default 8; of the model's own
             chats 256 on an accelerator, 32 on a CPU or with a server.
         max_length: of a prompt with its answer; by default the base's positions. Not for a server.
         prompt_tokens: of a text, how many are given.
         turns, greedy, question_tokens: of the model's own chats: questions of each at most, the share whose answers are
             greedy, and tokens of a question at most.
         seconds: after which no further chat of the model's own is begun.
-        seed: of the sampling; progress: called once for each row, in this process.
+        seed: of the sampling; progress: called once for each row.
 
     Raises:
         OSError: the output cannot be written, or is another file; or the server cannot be used.
@@ -129,13 +126,6 @@ def _writer(
     return Answerer(model.eval(), tokenizer, Sampling(**settings)), {**origin, **settings}
 
 
-def processes() -> PartialState:
-    """The processes of `accelerate launch`, or this one alone; a finished process waits for the others for days."""
-    # accelerate forms no group of CPU processes unless this is set
-    cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    return PartialState(cpu=cpu, timeout=timedelta(days=30))
-
-
 def _collect(
     writer: Writer,
     output: str | Path,
@@ -145,40 +135,29 @@ def _collect(
     progress: Progress | None,
     seconds: float | None,
 ) -> DistillReport:
-    """Answer what is not answered yet, in all processes together, and write it to the output in order; `settings` are
-    what the rows depend on."""
-    state, report, start, tell = processes(), writer.report, time.monotonic(), progress or (lambda: None)
-    shards = Shards(output, settings, state.process_index)
-    state.wait_for_everyone()
-    if state.is_main_process:
-        shards.write_settings()
-    done = shards.done()
-    state.wait_for_everyone()  # no process writes before all have read what is done
+    """Answer what is not answered yet, and write it to the output in order; `settings` are what the rows depend on."""
+    report, start, tell = writer.report, time.monotonic(), progress or (lambda: None)
+    file = OutputFile(output, settings)
     share = None
     if isinstance(rows, int):
-        report.found = len(done) * state.is_main_process
-        for _ in done:
+        report.found = len(file.done)
+        for _ in file.done:
             tell()
-        writer.asked |= shards.asked()
-        share = (max(0, rows - len(done)) + state.num_processes - 1 - state.process_index) // state.num_processes
+        writer.asked |= file.asked()
+        share = max(0, rows - report.found)
         patience = max(UNFIT_IN_A_ROW, 4 * batch_size)
-        todo = _own_tasks(writer, max(done, default=-1) + 1, share, patience, seconds)
+        todo = _own_tasks(writer, max(file.done, default=-1) + 1, share, patience, seconds)
     else:
-        todo = _tasks(writer, rows, done, tell)
-    shards.open()
+        todo = _tasks(writer, rows, file.done, tell)
     try:
-        _answer_all(writer, todo, shards, batch_size, share, tell)
+        _answer_all(writer, todo, file, batch_size, share, tell)
     finally:
-        shards.close()
+        file.close()
         writer.close()
     report.seconds = time.monotonic() - start
-    total = sum(gather_object([report]), DistillReport())  # waits for everyone
-    if not total.written + total.found:
-        raise _nothing_written(total, isinstance(rows, int))
-    if state.is_main_process:
-        shards.merge()
-    state.wait_for_everyone()
-    return total
+    if not report.written + report.found:
+        raise _nothing_written(report, isinstance(rows, int))
+    return report
 
 
 def _nothing_written(total: DistillReport, from_base: bool) -> ValueError:
@@ -193,13 +172,12 @@ def _nothing_written(total: DistillReport, from_base: bool) -> ValueError:
 
 
 def _tasks(writer: Writer, rows: Iterable[Mapping[str, Any]], done: set[int], tell: Progress) -> Iterator[Task]:
-    """Tasks for the rows that this process still has to do; the first process counts them all."""
-    state, report, left = processes(), writer.report, 0
+    """Tasks for the rows that are still to be done."""
+    report = writer.report
     for index, row in enumerate(rows):
-        report.rows += state.is_main_process
-        report.found += state.is_main_process and index in done
-        left += index not in done
-        if index not in done and left % state.num_processes == state.process_index:
+        report.rows += 1
+        report.found += index in done
+        if index not in done:
             try:
                 yield writer.begin(index, row)
                 continue
@@ -209,21 +187,21 @@ def _tasks(writer: Writer, rows: Iterable[Mapping[str, Any]], done: set[int], te
 
 
 def _own_tasks(writer: Writer, first: int, share: int, patience: int, seconds: float | None) -> Iterator[Task]:
-    """Chats that this process may begin, numbered from `first` on, until its share is written, the time is over, or so
-    many chats in a row have no question that `patience` ends."""
-    state, report, start = processes(), writer.report, time.monotonic()
-    index = first + state.process_index
-    while report.written < share and (seconds is None or time.monotonic() - start < seconds):
+    """Chats that may be begun, numbered from `first` on, until a share of them is written, the time is over, or so many
+    chats in a row have no question that `patience` ends."""
+    report, start = writer.report, time.monotonic()
+    for index in itertools.count(first):
+        if report.written >= share or (seconds is not None and time.monotonic() - start >= seconds):
+            return
         if writer.in_vain >= patience:
             report.missing = share - report.written
             return
         report.rows += 1
         yield writer.begin_own(index)
-        index += state.num_processes
 
 
 def _answer_all(
-    writer: Writer, todo: Iterator[Task], shards: Shards, batch_size: int, share: int | None, tell: Progress
+    writer: Writer, todo: Iterator[Task], file: OutputFile, batch_size: int, share: int | None, tell: Progress
 ) -> None:
     """Keep as many tasks at work as there may be; what is finished is written before anything else is asked. With a
     `share` the base writes the questions: chats without one are not refused, and what exceeds the share is left out."""
@@ -237,7 +215,7 @@ def _answer_all(
         ended, tasks = [task for task in tasks if task.done], [task for task in tasks if not task.done]
         answered = [task for task in ended if not task.refused]
         answered = answered if share is None else answered[: share - report.written]
-        shards.write(task.to_row() for task in answered)
+        file.write(task.to_row() for task in answered)
         report.written += len(answered)
         for task in ended if share is None else answered:
             if task.refused:
@@ -249,11 +227,11 @@ def _answer_all(
             raise ValueError(f"nothing can be asked: the first {most} rows were refused ({why}).")
 
 
-def load_model(name: str, device: torch.device | None = None, **load: Any) -> tuple[Any, Any]:
+def load_model(name: str, **load: Any) -> tuple[Any, Any]:
     """A causal language model by its folder or id, with heads or without, and its tokenizer; OSError without one."""
     place, file = split_gguf(name)
     try:
-        device_map = {} if device is None or device.type == "cpu" else {"device_map": {"": device}}
+        device_map = {"device_map": "auto"} if torch.accelerator.is_available() else {}
         options = gguf_arguments(place, {"dtype": "auto", **({"gguf_file": file} if file else {}), **load}, {})
         with reading_gguf(file):
             model = AutoModelForCausalLM.from_pretrained(place, **device_map, **options)

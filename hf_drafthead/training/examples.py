@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging
 
-from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.training.heads_loss import CHUNK, IGNORED, label_positions, labelled
+from hf_drafthead.training.heads_loss import IGNORED, label_positions
 
 if TYPE_CHECKING:
     from hf_drafthead.training.data import DataReport
@@ -119,39 +118,3 @@ def label_frequencies(rows: Any, vocabulary: int) -> Tensor:
         tokens, times = labels[labels != IGNORED].unique(return_counts=True)
         counts[tokens] += times
     return counts
-
-
-MOST_EXCESS = 0.25  # nats per token
-
-
-@torch.no_grad()
-def likeness(base: Any, rows: Sequence[Mapping[str, Any]], batch_size: int) -> dict[str, float] | None:
-    """How well a base in eval mode predicts the labels of rows; None where nothing is labelled. Warns if badly.
-
-    `agreement` is the share of labels that are the base's own best guess; `excess` by how many nats per token the
-    labels' negative log-likelihood exceeds that of the base's own samples: about 0 for its own text, below 0 for greedy
-    text.
-    """
-    device, vocabulary = base.get_input_embeddings().weight.device, base.config.get_text_config().vocab_size
-    reader, size = BaseReader.of_texts(base), max(CHUNK // vocabulary, 1)
-    count, agreed, excess = 0, 0.0, 0.0
-    for first in range(0, len(rows), batch_size):
-        batch = collate([rows[row] for row in range(first, min(first + batch_size, len(rows)))])
-        labels = batch["labels"].to(device)
-        mask = labelled(labels, 1)
-        scores = reader.read_texts(batch["input_ids"].to(device)).scores[mask]  # (M, H) or (M, V)
-        count += len(scores)
-        for some, targets in zip(scores.split(size), labels.roll(-1, dims=1)[mask].to(scores.device).split(size)):
-            shares = reader.logits(some).float().log_softmax(-1)
-            agreed += (shares.argmax(-1) == targets).sum().item()
-            surprise = -shares.gather(1, targets[:, None])[:, 0]
-            excess += (surprise - torch.special.entr(shares.exp()).sum(-1)).sum().item()
-    if not count:
-        return None
-    if excess / count > MOST_EXCESS:
-        logger.warning(
-            f"the data does not look like what the base writes ({excess / count:.2f} nats per token more surprising "
-            f"than its own text, {agreed / count:.0%} of the tokens are its first choice): let the base answer the "
-            "prompts itself, with `hf-drafthead distill`, and train on that."
-        )
-    return {"agreement": agreed / count, "excess": excess / count}

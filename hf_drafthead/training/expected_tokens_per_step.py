@@ -4,7 +4,7 @@ Shapes: B rows, P tokens of the longest prompt, T tokens of the longest text.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -38,13 +38,12 @@ class ExpectedTokensPerStep:
         self._batches = [prompts[first : first + batch_size] for first in range(0, len(prompts), batch_size)]
         self._answers: dict[int, rank_paths.Texts] = {}
 
-    def __call__(self, model: Any, progress: Callable[[], object] = lambda: None) -> float | None:
-        """Tokens per step of a model in eval mode; None where every answer is one token long. Progress is per batch."""
+    def __call__(self, model: Any) -> float | None:
+        """Tokens per step of a model in eval mode; None where every answer is one token long."""
         tokens = steps = 0
         for number in range(len(self)):
             emitted = self._emitted(model, number)
             tokens, steps = tokens + sum(emitted), steps + len(emitted)
-            progress()
         return tokens / steps if steps else None
 
     def __len__(self) -> int:

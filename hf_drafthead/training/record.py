@@ -127,26 +127,6 @@ def write_whole(file: Path, content: str | Iterable[bytes]) -> None:
     os.replace(beside, file)
 
 
-def plot_training(history: Sequence[dict[str, Any]], file: Path) -> None:
-    """Top-1 accuracy of every head and tokens per step over the steps of a Trainer's history, on held-out rows."""
-    from matplotlib.figure import Figure
-
-    rows = [entry for entry in history if "eval_loss" in entry]
-    speeds = [entry for entry in rows if entry.get("eval_tokens_per_step") is not None]
-    figure = Figure(figsize=(9, 3.5), layout="constrained")
-    accuracy, speed = figure.subplots(1, 2)
-    names = [name for name in (rows[0] if rows else {}) if name.startswith("eval_head") and name.endswith("_top1")]
-    for number, name in enumerate(names, start=1):
-        steps, shares = [entry["step"] for entry in rows], [entry[name] for entry in rows]
-        accuracy.plot(steps, shares, marker="o", label=f"head {number}")
-    if names:
-        accuracy.legend()
-    speed.plot([entry["step"] for entry in speeds], [entry["eval_tokens_per_step"] for entry in speeds], marker="o")
-    accuracy.set(xlabel="step", ylabel="top-1 accuracy", title="held-out rows", ylim=(0, 1))
-    speed.set(xlabel="step", ylabel="tokens per step", title="expected of a 64-node tree")
-    figure.savefig(file, dpi=120)
-
-
 def whole_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint under a folder (the Trainer writes its state last) whose weights are finite."""
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]

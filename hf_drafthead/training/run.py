@@ -1,6 +1,6 @@
 """From a base and some text to trained heads in a folder: what `hf-drafthead train` does.
 
-fresh heads (or trained ones) -> read data -> check the data -> train -> save heads, summary, picture
+fresh heads (or trained ones) -> read data -> check the data -> train -> save heads, summary
 """
 
 import dataclasses
@@ -51,7 +51,6 @@ OF_READING = ("packing", "streaming", "split")
 FEW_STEPS = 100  # in which heads learn little
 # In the quick recipe: of the labels, what the tokens cover among which heads choose; and how many these are.
 COVERAGE, LEAST_CHOICES, MOST_CHOICES = 0.99, 8192, 16_384
-PICTURE = "training.png"
 OBJECTIVE = (*OBJECTIVE_WEIGHTS, "feature_noise", "head_decay")
 Tell = Callable[[str], object]
 
@@ -180,11 +179,6 @@ class _Run:
         choices = draft_vocabulary(self.model.base, self.model.drafter)
         if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
             raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
-        self.about["likeness"] = None
-        if first and not (kind and self.dry_run):
-            self._place()
-            size = settings.per_device_eval_batch_size
-            self.about["likeness"] = examples.likeness(self.model.base.eval(), self.data.held_out, size)
         if first and not self.dry_run:
             record.check_run(self.output, self._identity(), self.resume)
         self.trainer = self._trainer()
@@ -232,6 +226,8 @@ class _Run:
     def _own_text(self, kind: str) -> Any:
         """The file of what the base writes, or rows like that where nothing is to be written."""
         settings, model, file = self.settings, self.model, self.output / distill.FILE
+        if settings.world_size > 1:
+            raise ValueError("several processes cannot write a text: write it first with distill, and give it as data.")
         if self.dry_run:
             count = self.chats or distill.OWN_CHATS
             self.say(
@@ -356,8 +352,6 @@ class _Run:
             record.save_whole(model, self.tokenizer, output, state_dict=gathered)
         model.name_or_path = str(output)  # a push finds tokenizer and summary there
         record.write_whole(output / record.SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
-        if find_spec("matplotlib"):
-            record.plot_training(trainer.state.log_history, output / PICTURE)
         if not settings.calibrate_tree:
             return
         saved = f"the heads are saved in {output}"

@@ -202,10 +202,7 @@ class DraftHeadTrainer(Trainer):
         prefix = kwargs.get("metric_key_prefix", "eval")
         expected = None if self.is_fsdp_enabled else self.expected_tokens_per_step  # a sharded base cannot generate
         if expected is not None:
-            hidden = self.args.disable_tqdm or not self.is_world_process_zero()
-            with logging.tqdm(total=len(expected), desc="expected tokens per step", leave=False, disable=hidden) as bar:
-                model = self.accelerator.unwrap_model(self.model)
-                metrics["tokens_per_step"] = expected(model, progress=bar.update)
+            metrics["tokens_per_step"] = expected(self.accelerator.unwrap_model(self.model))
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 

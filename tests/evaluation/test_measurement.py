@@ -37,7 +37,6 @@ def rounds():
         },
         accepted=torch.tensor([[4, 3, 2], [5, 4, 0]]),
         steps=steps_of(2, 9, {"draft": 0.5, "verify": 1.0, "walk": 2.0, "commit": 4.0, "step": 8.5}),
-        quality=[(0.25, 0.75), (0.5, 1.0)],
     )
     second = Round(
         category="y",
@@ -88,10 +87,6 @@ def test_another_is_set_against_base_and_heads_over_its_own_rounds(found):
     assert other["speedup_of_heads"] == pytest.approx(20.0 / (20 / 3.0))
     assert other["identical"] is False
     assert found.compared["absent"] is None
-
-
-def test_quality_is_the_mean_of_each_side(found):
-    assert found.quality == {"metric": "rougeL", "answers": 2, "base": 0.375, "heads": 0.875}
 
 
 def test_the_time_split_names_each_stage_in_milliseconds_per_step(found):

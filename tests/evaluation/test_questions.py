@@ -29,9 +29,9 @@ def test_mt_bench_spec_bench_and_plain_rows_are_read(tmp_path):
     nothing = {"prompt": ["Hi", "And?"], "category": None}
     found = read_questions(file_of(tmp_path, MT_BENCH, SPEC_BENCH, plain, nothing))
     assert found == [
-        Question(("Write.", "Again."), "writing", (("Yes",), ("No",)), chat=True),
-        Question(("Translate: ja",), "translation", (("yes",),), chat=True),
-        Question(("def f(\u2028)",), UNCATEGORISED, (("pass",),)),
+        Question(("Write.", "Again."), "writing", chat=True),
+        Question(("Translate: ja",), "translation", chat=True),
+        Question(("def f(\u2028)",), UNCATEGORISED),
         Question(("Hi", "And?"), chat=True),
     ]
     assert found[2].where.endswith("questions.jsonl line 3")
@@ -75,11 +75,6 @@ def test_spec_bench_s_file_has_the_topics_of_mt_bench_as_one_task(tmp_path):
     assert read_questions(file_of(tmp_path, *topics, *tasks, own))[0].category == topics[0]["category"]
 
 
-def test_several_references_of_a_turn_are_kept_together(tmp_path):
-    (found,) = read_questions(file_of(tmp_path, {**SPEC_BENCH, "reference": [["a", "b"]]}))
-    assert found.references == (("a", "b"),)
-
-
 def test_a_data_set_is_read_by_name(tmp_path):
     rows = Dataset.from_list([{"prompt": ["a", "b"], "category": "x", "reference": None}])
     (tmp_path / "set").mkdir()
@@ -102,7 +97,6 @@ def test_a_data_set_is_read_by_name(tmp_path):
         ('{"turns": []}', 'line 1 is {"turns": []}: expected a chat as {"messages": ['),
         ('{"turns": "a"}', 'line 1 is {"turns": "a"}: expected a chat as {"messages": ['),
         ('{"turns": ["a", 3]}', 'line 1 is {"turns": ["a", 3]}: expected a chat as {"messages": ['),
-        ('{"prompt": "a", "reference": [3]}', 'line 1 has the "reference" [3]: expected a text, or some per turn.'),
     ],
 )
 def test_a_row_of_no_known_form_is_named(tmp_path, text, message):

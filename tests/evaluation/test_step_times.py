@@ -19,7 +19,6 @@ def step_script(monkeypatch):
     import step
 
     monkeypatch.setitem(step.SHAPES, "68m", TINY)
-    monkeypatch.setattr(step, "measured_machine", lambda device, dtype: step.Machine(1e10, {"float32": 1e11}))
     yield step
     for name in ("step", "planted"):
         del sys.modules[name]
@@ -33,4 +32,4 @@ def test_a_random_shape_drafts_as_many_right_guesses_as_are_planted(step_script,
     figures = step.measure(model, DraftTree([(0,), (0, 0), (1,)]), prompt, new_tokens=13, repeats=1, accept=2)
     assert figures["tokens_per_step"] == 3.0
     parts = sum(figures[stage] for stage in STAGES)
-    assert 0 < parts <= figures["step"] * 1.01 and figures["paper_step_ms"] > 0
+    assert 0 < parts <= figures["step"] * 1.01

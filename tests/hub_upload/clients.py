@@ -18,7 +18,6 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SERVER = """
 import json, os, sys, traceback
-import matplotlib.pyplot
 import torch, transformers, hf_drafthead, hf_drafthead.cli, hf_drafthead.hub_upload
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, pipeline, LlamaForCausalLM
 from hf_drafthead import MedusaForCausalLM, HydraForCausalLM

@@ -24,7 +24,6 @@ SENT = {
     "modeling_drafthead.py",
     "tokenizer.json",
     "tokenizer_config.json",
-    "tree.png",
 }
 
 

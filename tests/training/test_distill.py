@@ -1,11 +1,7 @@
-"""The base answers by itself; nothing is lost, and nothing depends on batches, processes or interruptions."""
+"""The base answers by itself; nothing is lost, and nothing depends on batches or interruptions."""
 
 import copy
 import json
-import os
-import socket
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +13,7 @@ from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.sources import read_rows
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.training.answers import ONE_TEXT, RowDraws
-from hf_drafthead.training.collect import DistillReport, Shards
+from hf_drafthead.training.collect import DistillReport
 from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill, load_model
 from hf_drafthead.training.heads_loss import IGNORED
@@ -180,10 +176,10 @@ def test_a_run_that_was_killed_goes_on_where_it_stopped(base, tokenizer, tmp_pat
     for after in (2, 7):
         with pytest.raises(Killed):
             distill(base, tokenizer, rows, output, **SETTINGS | {"batch_size": 2}, **sampling, progress=killer(after))
-        found.append(len((tmp_path / "out.jsonl.part0").read_bytes().splitlines()))
-        with open(tmp_path / "out.jsonl.part0", "ab") as part:
+        found.append(len(output.read_bytes().splitlines()))
+        with open(output, "ab") as part:
             part.write(b'{"row": 6, "messages": [{"ro')
-    assert 0 < found[0] < found[1] < answered and not output.exists()
+    assert 0 < found[0] < found[1] < answered
     report = distill(base, tokenizer, rows, output, **SETTINGS, **sampling)
     assert (report.found, report.written) == (found[1], answered - found[1])
     assert output.read_text() == whole.read_text()
@@ -227,23 +223,12 @@ def test_another_file_is_not_overwritten(base, tokenizer, tmp_path):
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
-def test_parts_of_any_number_of_processes_are_put_together(tmp_path):
+def test_a_file_with_another_line_is_refused(base, tokenizer, tmp_path):
     output = tmp_path / "out.jsonl"
-    for process, rows in enumerate([[4, 0], [2], [3, 1]]):
-        shards = Shards(output, {}, process)
-        shards.write_settings()
-        shards.open()
-        shards.write({"row": row, "text": "é" * row} for row in rows)
-        shards.close()
-    with open(tmp_path / "out.jsonl.part2", "ab") as torn:
-        torn.write(b'{"row": 5')
-    shards = Shards(output, {})
-    assert shards.done() == {0, 1, 2, 3, 4}
-    shards.merge()
-    assert read(output) == [{"row": row, "text": "é" * row} for row in range(5)]
+    distill(base, tokenizer, CHATS[:2], output, **SETTINGS)
     output.write_text("{}\n")
     with pytest.raises(ValueError, match="out.jsonl line 1 is not a valid row: correct it, or move the file away"):
-        shards.done()
+        distill(base, tokenizer, CHATS[:2], output, **SETTINGS)
 
 
 def test_texts_are_continued_from_their_beginning(base, tokenizer, tmp_path):
@@ -403,38 +388,6 @@ def test_the_report_is_two_lines():
         "1 rows refused: row 2: why"
     )
     assert report.to_json()["refusals"] == ["row 2: why"]
-
-
-SCRIPT = """
-import sys
-from tests.training.test_distill import CHATS, SAMPLED, SETTINGS, VICUNA, distill, letters_base, tokenizer_with
-tokenizer = tokenizer_with(VICUNA)
-report = distill(letters_base(tokenizer), tokenizer, CHATS, sys.argv[1], **SETTINGS, **SAMPLED)
-print(report.rows, report.written, report.found)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_write_the_same_rows_as_one(base, tokenizer, tmp_path):
-    distill(base, tokenizer, CHATS, tmp_path / "one.jsonl", **SETTINGS, **SAMPLED)
-    output = tmp_path / "two.jsonl"
-    with pytest.raises(Killed):  # one process begins, two go on
-        distill(base, tokenizer, CHATS, output, **SETTINGS, **SAMPLED, progress=killer(1))
-    found = len((tmp_path / "two.jsonl.part0").read_bytes().splitlines())
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "true"}
-    how = {"stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
-    started = []
-    for rank in "01":
-        environment = {**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
-        started.append(subprocess.Popen([sys.executable, "-c", SCRIPT, output], env=environment, **how))
-    told = [process.communicate(timeout=300)[0] for process in started]
-    answered = len(read(tmp_path / "one.jsonl"))  # empty answers are in no row
-    assert told == [f"7 {answered - found} {found}\n"] * 2
-    assert output.read_text() == (tmp_path / "one.jsonl").read_text()
-    assert sorted(path.name for path in tmp_path.glob("two*")) == ["two.jsonl", "two.jsonl.settings.json"]
 
 
 FIELDS = {name: tried.call for name, tried in OF_GENERATE.items() if not isinstance(tried.call, str)}

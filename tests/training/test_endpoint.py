@@ -210,8 +210,7 @@ def test_a_server_that_is_killed_costs_nothing_that_was_answered(tmp_path):
     server.kill()
     with pytest.raises(OSError, match="does not answer"):  # nobody listens there any more
         ask(server, CHATS + TURNS, output, retries=0)
-    assert not output.exists()
-    found = len((tmp_path / "out.jsonl.part0").read_bytes().splitlines())
+    found = len(output.read_bytes().splitlines())
     assert 0 < found <= 6
     with Server() as another:
         report = ask(another, CHATS + TURNS, output)

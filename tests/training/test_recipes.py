@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 
 from hf_drafthead.modeling.families import TRAINED, fresh_heads
 from hf_drafthead.training import callbacks, run
@@ -13,7 +12,6 @@ from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, TrainingLog
 from hf_drafthead.training.examples import tokens_to_cover
 from hf_drafthead.training.forecast import Forecast
-from hf_drafthead.training.record import plot_training
 from hf_drafthead.training.run import choose_among_fewer, remarks
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import tiny_base
@@ -151,19 +149,3 @@ def test_a_log_has_a_line_for_each_tenth(capsys, monkeypatch):
     assert len(lines) == 11
     assert lines[0].startswith("step 20 of 200, loss of all heads 2.35, about ") and lines[9].endswith("about 0 s left")
     assert lines[10] == "step 200 of 200: held-out loss of all heads 2.000; first guess right: head 1 50.0 %"
-
-
-def drawn(history, tmp_path, monkeypatch):
-    """The two parts of the picture."""
-    parts = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: parts.extend(figure.axes))
-    plot_training(history, tmp_path / "training.png")
-    return parts
-
-
-def test_a_picture_shows_what_each_head_and_a_step_learned(tmp_path, monkeypatch):
-    entry = {"eval_loss": 1.0, "eval_head0_top1": 0.5, "eval_head1_top1": 0.25, "eval_tokens_per_step": 2.0}
-    accuracy, speed = drawn([{**entry, "step": 4}, {**entry, "step": 8}], tmp_path, monkeypatch)
-    assert [[*line.get_ydata()] for line in accuracy.lines] == [[0.5, 0.5], [0.25, 0.25]]
-    assert [[*line.get_ydata()] for line in speed.lines] == [[2.0, 2.0]]
-    drawn([], tmp_path, monkeypatch)

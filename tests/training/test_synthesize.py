@@ -116,7 +116,7 @@ def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, 
     output = tmp_path / "own.jsonl"
     with pytest.raises(Killed):
         distill(base, tokenizer, 9, output, **SETTINGS, progress=killer(4))
-    found = len((tmp_path / "own.jsonl.part0").read_bytes().splitlines())
+    found = len(output.read_bytes().splitlines())
     report = distill(base, tokenizer, 9, output, **SETTINGS)
     before = read(output)
     assert (report.found, report.written, len(before)) == (found, 9 - found, 9) and found
