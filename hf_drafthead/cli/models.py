@@ -148,7 +148,7 @@ def page(
     port: Annotated[int, typer.Option(metavar="N", min=1, max=65535, help="Port to listen on.")] = 7860,
     open_browser: Annotated[bool, flag("--open", "Open the page in the browser.")] = False,
 ) -> None:
-    """Open a page in the browser: base and heads side by side, guesses in colour, the draft tree of every step."""
+    """Open a page in the browser: heads and base continue one prompt, guesses in colour."""
     if find_spec("gradio") is None:
         raise OSError("the page needs gradio: pip install 'hf-drafthead[page]'.")
     from hf_drafthead.page.app import build, launch

@@ -125,7 +125,7 @@ def drafted(output: Any) -> bool:
 def steps_of(output: Any) -> torch.Tensor:
     """`accepted_lengths` (B, S) of one output; without steps where the base decoded by itself."""
     if not drafted(output):
-        return torch.zeros(len(output.sequences), 0, dtype=torch.long)
+        return torch.zeros(len(getattr(output, "sequences", output)), 0, dtype=torch.long)
     return output.accepted_lengths.cpu()
 
 

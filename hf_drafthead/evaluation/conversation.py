@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from hf_drafthead.evaluation.calls import draft, encode, positions_of, steps_of
+from hf_drafthead.evaluation.calls import BASE, HEADS, decoding_methods, encode, positions_of, steps_of
 from hf_drafthead.evaluation.measurement import COPIED, guess_depths, tokens_per_step
 from hf_drafthead.evaluation.questions import chat_text, need_template
 from hf_drafthead.generation import StepRecord
@@ -26,6 +26,7 @@ class Sample:
     prompt: str
     text: str
     pieces: list[Piece]
+    tokens: list[int]
     new_tokens: int
     steps: int
     tokens_per_step: float | None
@@ -38,31 +39,33 @@ def sample(
     prompt: str,
     *,
     tree: str | DraftTree | None = None,
+    alone: bool = False,
     on_piece: Callable[[str, int], object] | None = None,
     special_tokens: bool = True,
     **settings: Any,
 ) -> Sample:
-    """Continue one prompt, with `settings` of `generate`; a tree of None is the model's own. `on_piece` is called with
-    every piece as soon as its step is committed; only then are copies told from guesses."""
+    """Continue one prompt, with `settings` of `generate`; a tree of None is the model's own, and `alone` is the base
+    without heads. `on_piece` is called with every piece as soon as its step is committed; only then are copies told
+    from guesses."""
     inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
     copied: list[int] = []
     if on_piece is not None:
         streamer = PieceStreamer(tokenizer, on_piece)
         copied = streamer.copied
-        settings |= {"streamer": streamer, "on_step": streamer.note}
+        settings |= {"streamer": streamer, **({} if alone else {"on_step": streamer.note})}
     wait(model.base.device)
     start = time.perf_counter()
-    out = draft(model, tree, inputs, settings, tokenizer)
+    out: Any = decoding_methods(model, tokenizer, tree=tree)[BASE if alone else HEADS](inputs, settings)
     wait(model.base.device)
     seconds = time.perf_counter() - start
-    tokens = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     accepted = steps_of(out)
+    tokens = getattr(out, "sequences", out)[0, inputs["input_ids"].shape[1] :].tolist()
     depths = guess_depths(accepted[0], copied)
     depths += [0] * (len(tokens) - len(depths))
     spelling = Spelling(tokenizer)
     pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, depths, strict=False)]
     pieces = [(text, depth) for text, depth in [*pieces, (spelling.rest(), 0)] if text]
-    figures = (len(tokens), int((accepted > 0).sum()), tokens_per_step([accepted]), seconds)
+    figures = (tokens, len(tokens), int((accepted > 0).sum()), tokens_per_step([accepted]), seconds)
     return Sample(model.name_or_path, prompt, "".join(text for text, _ in pieces), pieces, *figures)
 
 

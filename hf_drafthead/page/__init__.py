@@ -1,5 +1,4 @@
-"""A page in the browser: base and draft heads write side by side, and the draft tree is shown as it is walked.
+"""A page in the browser: heads and base continue one prompt, each guess in the colour of its depth.
 
-`turns` lets two generations share one device fairly, `comparison` runs them, `drawing` turns what they did into HTML,
-and `app` is the page itself, for which gradio must be installed (`pip install "hf-drafthead[page]"`).
+Gradio must be installed (`pip install "hf-drafthead[page]"`).
 """
