@@ -29,7 +29,6 @@ from tests.training.chat_templates import tokenizer_with
         (["--set", "learning_rate=fast"], "learning_rate is 'fast': expected a number."),
         (["--set", "max_steps=2.5"], "max_steps is 2.5: expected a whole number."),
         (["--set", "use_cpu=maybe"], "use_cpu is 'maybe': expected true or false."),
-        (["--streaming"], "with streaming no epoch has a known length: give the steps with --set max_steps=N."),
         (["--set", "head_decay=0"], "head_decay is 0: expected a number above 0."),
         (["--set", "per_device_train_batch_size=0"], "per_device_train_batch_size is 0: expected a number above 0."),
         (["--set", "num_train_epochs=0"], "num_train_epochs is 0: expected a number above 0."),
@@ -43,9 +42,8 @@ def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "one.jsonl").write_text(json.dumps({"text": "def f(a):\n    return a"}))
     given = {"--base": zoo.path("base"), "--family": "medusa", "--data": "one.jsonl", "--output": "out"}
-    flags = [word for word in changed if word == "--streaming"]
-    given |= dict(zip(*[iter([word for word in changed if word not in flags])] * 2, strict=True))
-    code, _, err = command("train", *(word for pair in given.items() for word in pair), *flags)
+    given |= dict(zip(*[iter(changed)] * 2, strict=True))
+    code, _, err = command("train", *(word for pair in given.items() for word in pair))
     said = err.strip().splitlines()[-1]
     assert code == 2 and said.startswith("hf-drafthead: ") and line in said
     assert not (tmp_path / "out").exists()

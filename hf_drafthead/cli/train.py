@@ -126,8 +126,6 @@ def train(
     joint: Annotated[bool, flag("--joint", "Train the base too (Medusa-2).")] = False,
     lora_rank: Annotated[int, count("Adapters of a trained base; 0: all its weights.", 0)] = 32,
     max_length: Annotated[int | None, count("Tokens of a row, at most.", 8)] = None,
-    packing: Annotated[bool, flag("--packing", "Join whole texts to full rows.")] = False,
-    streaming: Annotated[bool, flag("--streaming", "Read the data while training.")] = False,
     split: Annotated[str, string("Of a data set.", "NAME")] = "train",
     chat_template: common.Template = None,
     chat_template_kwargs: common.TemplateValues = None,
@@ -172,7 +170,7 @@ def train(
     if not sys.stderr.isatty():
         disable_progress_bars()  # each would be one line without an end
     options: dict[str, Any] = {"lora_rank": lora_rank, "max_length": max_length, "recipe": recipe, "hours": hours}
-    options |= {"packing": packing, "streaming": streaming, "split": split, "chat_template": template}
+    options |= {"split": split, "chat_template": template}
     options |= {"held_out_rows": held_out_rows, "calibrate_tree": not no_calibrate}
     options |= {"answer_tokens": answer_tokens, "answer_temperature": answer_temperature, **arguments}
     how: dict[str, Any] = {"heads": heads, "fields": fields, "joint": joint, "load": load}

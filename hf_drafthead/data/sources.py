@@ -5,10 +5,9 @@ Files are read here, of JSON lines one by one; those of a data set by `datasets`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from hf_drafthead.data.rows import (
     KNOWN,
     MAX_NESTING,
     as_row,
-    data_hash,
     features,
     has_transform,
     is_record,
@@ -26,7 +24,7 @@ from hf_drafthead.data.rows import (
 from hf_drafthead.data.texts import encoding_of, one_line
 
 if TYPE_CHECKING:  # imported where it is used: a file of questions is read without it
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 TEXTS, RECORDS, TABLES = (".txt",), (".json", ".jsonl"), (".parquet", ".arrow")  # endings of files
 BLOCK_SIZE = 1 << 16  # characters of a text file that become one row, up to the end of the line
@@ -34,13 +32,12 @@ MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"  # the byte order mark, as text
 SAVED = ("state.json", "dataset_dict.json")  # one of which a folder of `save_to_disk` holds
 
 
-def read_rows(source: str | Path, *, streaming: bool = False, split: str = "train") -> Dataset | IterableDataset:
+def read_rows(source: str | Path, *, split: str = "train") -> Dataset:
     """Rows of a source, in its order.
 
     Args:
         source: a file of records (`.json`, `.jsonl`) or of text (`.txt`), a folder of such files, a folder of
             `Dataset.save_to_disk`, or what `datasets.load_dataset` takes.
-        streaming: read while iterating, for data larger than memory and disk; the rows are the same.
         split: of a data set.
 
     Returns:
@@ -50,12 +47,8 @@ def read_rows(source: str | Path, *, streaming: bool = False, split: str = "trai
         OSError: there is no such source.
         ValueError: it cannot be read, or holds nothing that is known; the message names file and line.
     """
-    from datasets import Dataset
-
-    if files := files_of(Path(source)):
-        return _read_files(files, streaming)
-    rows = _load(str(source), streaming, split)
-    return uniform(rows.to_iterable_dataset() if streaming and isinstance(rows, Dataset) else rows, str(source))
+    files = files_of(Path(source))
+    return _read_files(files) if files else uniform(_load(str(source), split), str(source))
 
 
 def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple[str, Any]]:
@@ -66,15 +59,15 @@ def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple
             for place, record in records_of(str(file)):
                 yield f"{file} {place}", record
         return
-    for number, record in enumerate(_load(str(source), False, split)):
+    for number, record in enumerate(_load(str(source), split)):
         yield f"{source} row {number}", record
 
 
-def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset | IterableDataset:
+def uniform(rows: Dataset, name: str = "the data") -> Dataset:
     """Any data set in the form that `read_rows` gives; ValueError without any of the columns that are read."""
     rows = without_format(rows)
-    stored, wanted = list(rows.column_names or ()), features()
-    columns = list(next(iter(rows), {})) if has_transform(rows) or not stored else stored
+    stored, wanted = rows.column_names, features()
+    columns = list(next(iter(rows), {})) if has_transform(rows) else stored
     if set(columns) == set(wanted):
         return rows
     if not set(KNOWN) & set(columns):
@@ -83,23 +76,10 @@ def uniform(rows: Dataset | IterableDataset, name: str = "the data") -> Dataset 
     read: Any = rows.map(
         lambda record, number: as_row(record, "", number),
         with_indices=True,
-        remove_columns=stored or columns,
+        remove_columns=stored,
         features=wanted,
     )
     return read.with_format(None) if has_transform(rows) else read  # type: ignore[no-any-return]
-
-
-def stream_hash(source: str, first: Iterable[Mapping[str, Any]]) -> str:
-    """SHA-256 of a source that is too large to be read twice as rows: of its files' bytes, else of its first rows."""
-    path = Path(source)
-    if not path.exists():
-        return data_hash(first)
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file()):
-        with file.open("rb") as content:
-            while block := content.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
 
 
 def files_of(path: Path) -> list[Path]:
@@ -173,16 +153,14 @@ def readable(value: Any, level: int = 0) -> Any:
     return [readable(inner, level + 1) for inner in value] if isinstance(value, list) else value
 
 
-def _read_files(files: list[Path], streaming: bool) -> Dataset | IterableDataset:
-    from datasets import Dataset, IterableDataset
+def _read_files(files: list[Path]) -> Dataset:
+    from datasets import Dataset
     from datasets.exceptions import DatasetGenerationError
 
     # size and time are part of what a cached data set is known by: a file that has changed is read again
     known_by = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     if next(_rows_of(known_by), None) is None:
         raise ValueError(f"{', '.join(map(str, files[:3]))}: there is no row in it: {EXPECTED}.")
-    if streaming:
-        return IterableDataset.from_generator(_rows_of, features=features(), gen_kwargs={"files": known_by})
     try:
         return Dataset.from_generator(_rows_of, features=features(), gen_kwargs={"files": known_by})
     except DatasetGenerationError as error:
@@ -198,9 +176,9 @@ def _rows_of(files: list[tuple[str, int, int]]) -> Iterator[dict[str, Any]]:
             yield as_row(record, os.path.basename(path), number)
 
 
-def _load(source: str, streaming: bool, split: str | None) -> Any:
+def _load(source: str, split: str | None) -> Any:
     """What `datasets` finds at a source: of several splits the one that is asked for, else the only one, or `test`."""
-    from datasets import DatasetDict, IterableDatasetDict, load_dataset, load_from_disk
+    from datasets import DatasetDict, load_dataset, load_from_disk
 
     wanted = "give a .json, .jsonl or .txt file, a folder of them, or the name of a data set."
     looks_local = os.path.isabs(source) or source.startswith((".", "~")) or source.endswith(TEXTS + RECORDS)
@@ -209,10 +187,10 @@ def _load(source: str, streaming: bool, split: str | None) -> Any:
     try:
         saved = any(os.path.isfile(os.path.join(source, name)) for name in SAVED)
         part = None if not split or split.isidentifier() else split  # such as `train[:10%]`
-        loaded = load_from_disk(source) if saved else load_dataset(source, split=part, streaming=streaming)
+        loaded = load_from_disk(source) if saved else load_dataset(source, split=part)
     except (OSError, ValueError, RuntimeError) as error:
         raise OSError(f"no data could be read at {source!r} ({one_line(error)}): {wanted}") from error
-    if not isinstance(loaded, (DatasetDict, IterableDatasetDict)):
+    if not isinstance(loaded, DatasetDict):
         return without_format(loaded)  # a folder of `save_to_disk` keeps it
     chosen = split or (next(iter(loaded)) if len(loaded) == 1 else "test")
     if chosen not in loaded:

@@ -93,8 +93,6 @@ class DraftHeadTrainingArguments(TrainingArguments):
             it, if the steps take longer. A tenth as long, at most, trees are timed at the end.
         lora_rank: of the adapters through which a base learns; 0 for all its weights.
         max_length: tokens of a row, at most; default: 2048, or the base's positions if they are fewer.
-        packing: join whole texts to full rows.
-        streaming: read the data while training, shuffled within a buffer; `max_steps` must be given.
         split: of a data set.
         chat_template: text of a Jinja template that replaces the tokenizer's, and is saved with the heads.
         held_out_rows: rows to evaluate on; default: a tenth of them, at most 64.
@@ -121,8 +119,6 @@ class DraftHeadTrainingArguments(TrainingArguments):
     hours: float | None = None
     lora_rank: int = 32
     max_length: int | None = None
-    packing: bool = False
-    streaming: bool = False
     split: str = "train"
     chat_template: str | None = None
     held_out_rows: int | None = None

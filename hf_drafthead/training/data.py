@@ -7,16 +7,15 @@ counted and named in the report.
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
-from datasets import Dataset, Features, IterableDataset, List, Value
+from datasets import Dataset, Features, List, Value
 
 from hf_drafthead.data.chats import Chat, Refused, repaired
 from hf_drafthead.data.rows import data_hash
-from hf_drafthead.data.sources import read_rows, stream_hash, uniform
+from hf_drafthead.data.sources import read_rows, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
 from hf_drafthead.training.collect import NAMED, in_words
@@ -25,8 +24,7 @@ from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, refuse_unknown, without_post_processor
 
 HELD_OUT = 64  # rows to evaluate on, unless the data is small
-SHUFFLED = 4096  # rows of the shuffle buffer of a stream
-WINDOW = 1000  # rows that are packed together
+WINDOW = 1000  # rows that are counted at a time
 FORM = "4"  # of what is cached: change it to invalidate caches of older versions
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 NOTES = {"mapped": List(Value("string")), "unused": List(Value("string")), "refused": Value("string")}
@@ -40,7 +38,7 @@ class DataReport:
     """How the rows of a source were used: read and kept, that is with at least one label; `mapped`: changed, by what
     was done to them ("cut" are chats that were too long and lost their end, "split" texts that became several
     examples); `unused`: with a column, or a field of a turn, that is not read, by its name; rows of token ids that came
-    out. With streaming it counts what has been read, in this process, and again in every pass over the data."""
+    out."""
 
     rows: int = 0
     kept: int = 0
@@ -87,16 +85,14 @@ class DataReport:
 class Encoder:
     """Batches of rows to token ids and labels, one for one, and those to examples of the wanted length."""
 
-    def __init__(
-        self, tokenizer: Any, max_length: int | None, positions: int | None, packing: bool, vocab_size: int | None
-    ) -> None:
-        self.tokenizer, self.max_length, self.positions, self.packing = tokenizer, max_length, positions, packing
-        self.vocab_size = vocab_size
+    def __init__(self, tokenizer: Any, max_length: int | None, positions: int | None, vocab_size: int | None) -> None:
+        self.tokenizer, self.max_length = tokenizer, max_length
+        self.positions, self.vocab_size = positions, vocab_size
         self._bare = without_post_processor(tokenizer)
         self._chats: ChatEncoder | None = None  # made at the first chat: plain text needs no chat template
         self._beginning, self._ending = frame(tokenizer)
         about = (repr(tokenizer.chat_template), repr(tokenizer.special_tokens_map))
-        self.known_by = (tokenizer.backend_tokenizer.to_str(), *about, max_length, positions, packing, vocab_size)
+        self.known_by = (tokenizer.backend_tokenizer.to_str(), *about, max_length, positions, vocab_size)
 
     def encode(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
         """Rows as `read_rows` gives them to tokens, with what was done to each; a refused one has the reason."""
@@ -105,22 +101,16 @@ class Encoder:
 
     def fit(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
         """Encoded rows to examples; those without labels are dropped."""
-        pairs: Iterable[tuple[list[int], list[int]]]
-        pairs = [pair for pair in zip(batch["input_ids"], batch["labels"]) if pair[0]]
-        if self.packing:
-            joined = ([token for ids, _ in pairs for token in ids], [label for _, labels in pairs for label in labels])
-            pairs = self._pieces(*joined, beginning=[])
-        elif self.max_length is not None:
-            pairs = [piece for pair in pairs for piece in self._pieces(*pair, beginning=self._beginning)]
-        examples = [(ids, labels) for ids, labels in pairs if any(label != IGNORED for label in labels)]
+        pairs = map(self._pieces, batch["input_ids"], batch["labels"])
+        examples = [pair for pieces in pairs for pair in pieces if any(label != IGNORED for label in pair[1])]
         return {"input_ids": [ids for ids, _ in examples], "labels": [labels for _, labels in examples]}
 
-    def _pieces(self, ids: list[int], labels: list[int], beginning: list[int]) -> list[tuple[list[int], list[int]]]:
-        """A row cut into pieces; those after the first start with `beginning`, which has no labels."""
-        assert self.max_length is not None
-        pieces = [(ids[: self.max_length], labels[: self.max_length])]
-        room = self.max_length - len(beginning)
-        for at in range(self.max_length, len(ids), room):
+    def _pieces(self, ids: list[int], labels: list[int]) -> list[tuple[list[int], list[int]]]:
+        """A row cut into pieces; those after the first begin as the tokenizer begins a text, without labels there."""
+        beginning, longest = self._beginning, self.max_length or len(ids)
+        pieces = [(ids[:longest], labels[:longest])]
+        room = max(longest - len(beginning), 1)
+        for at in range(longest, len(ids), room):
             context = [IGNORED] * len(beginning)
             pieces.append((beginning + ids[at : at + room], context + labels[at : at + room]))
         return pieces
@@ -139,7 +129,7 @@ class Encoder:
             if self.max_length is None and self.positions is not None and len(ids) > self.positions:
                 what = f"{name} has {len(ids)} tokens, but the base has {self.positions} positions"
                 raise ValueError(f"{what}: set max_length to cut such rows, at most {self.positions}.")
-            if self.max_length is not None and len(ids) > self.max_length and not self.packing:
+            if self.max_length is not None and len(ids) > self.max_length:
                 mapped = [*mapped, "cut" if is_chat else "split"]
                 if is_chat:
                     ids, labels = ids[: self.max_length], labels[: self.max_length]
@@ -181,21 +171,18 @@ class Encoder:
 
 
 def tokenize_rows(
-    rows: Dataset | IterableDataset,
+    rows: Dataset,
     tokenizer: Any,
     max_length: int | None = None,
     *,
-    packing: bool = False,
     positions: int | None = None,
     vocab_size: int | None = None,
-) -> tuple[Dataset | IterableDataset, DataReport]:
+) -> tuple[Dataset, DataReport]:
     """Rows of token ids and labels, in the order of the source, each with a label; and how the rows were used.
 
     Chats longer than `max_length` lose their end; longer texts become several examples, each beginning as the
-    tokenizer begins a text. With packing, examples are joined and cut into rows of exactly `max_length`, with nothing
-    lost, but one shorter row at the end of every thousand source rows; the base then sees several examples in one row.
-    A streamed source gives a stream, whose report grows while it is read. Nothing may be longer than the `positions` of
-    the base, or have tokens beyond its `vocab_size`, as far as these are known.
+    tokenizer begins a text. Nothing may be longer than the `positions` of the base, or have tokens beyond its
+    `vocab_size`, as far as these are known.
 
     A ValueError where no row has a label, `max_length` is too large, or missing where a row is too long for the
     base; or of chats without a chat template.
@@ -204,21 +191,12 @@ def tokenize_rows(
         raise ValueError(f"max_length is {max_length}: expected at least 2 tokens, of which one can be guessed.")
     if max_length is not None and positions is not None and max_length > positions:
         raise ValueError(f"max_length is {max_length}, but the base has {positions} positions: give at most that many.")
-    if packing and max_length is None:
-        max_length = positions
-        if max_length is None:
-            raise ValueError("packing needs max_length, the tokens of a full row: give one.")
     rows = uniform(rows)
-    encoder, report = Encoder(tokenizer, max_length, positions, packing, vocab_size), DataReport()
-    if isinstance(rows, IterableDataset):
-        first = DataReport()  # reading the first example is no pass over the data
-        if next(iter(_stream(rows, encoder, first)), None) is None:
-            raise _nothing_left(first)
-        return _stream(rows, encoder, report), report
+    encoder, report = Encoder(tokenizer, max_length, positions, vocab_size), DataReport()
     known_by = hashlib.sha256(repr((FORM, rows._fingerprint, encoder.known_by)).encode()).hexdigest()
     how = {"remove_columns": rows.column_names, "features": ENCODED, "desc": "tokenizing"}
     encoded = rows.map(encoder.encode, batched=True, new_fingerprint=known_by[:32], **how)
-    how = {"remove_columns": list(ENCODED), "features": TOKENS, "desc": "packing" if packing else "fitting"}
+    how = {"remove_columns": list(ENCODED), "features": TOKENS, "desc": "fitting"}
     examples = encoded.map(encoder.fit, batched=True, batch_size=WINDOW, new_fingerprint=known_by[32:], **how)
     # read from what was written, for it may come from a cache
     for batch in encoded.select_columns(list(NOTES)).iter(WINDOW):
@@ -226,49 +204,29 @@ def tokenize_rows(
     for batch in examples.select_columns("labels").iter(WINDOW):
         report.count_examples(batch)
     if not report.examples:
-        raise _nothing_left(report)
+        why = f" ({'; '.join(report.refusals)})" if report.refusals else ""
+        raise ValueError(
+            f"no row of the data can be trained on: {report.refused} of {report.rows} rows were refused{why}. "
+            "Give chats with answers of the assistant, or text."
+        )
     return examples, report
-
-
-def _stream(rows: IterableDataset, encoder: Encoder, report: DataReport) -> IterableDataset:
-    def counted(step: Callable, count: Callable) -> Callable:
-        def run(batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
-            out = step(batch)
-            count(out)
-            return out
-
-        return run
-
-    batched: dict[str, Any] = {"batched": True, "batch_size": WINDOW}
-    encode, fit = counted(encoder.encode, report.count_rows), counted(encoder.fit, report.count_examples)
-    encoded = rows.map(encode, remove_columns=list(rows.column_names or ()), features=ENCODED, **batched)
-    return encoded.map(fit, remove_columns=list(ENCODED), features=TOKENS, **batched)
-
-
-def _nothing_left(report: DataReport) -> ValueError:
-    why = f" ({'; '.join(report.refusals)})" if report.refusals else ""
-    return ValueError(
-        f"no row of the data can be trained on: {report.refused} of {report.rows} rows were refused{why}. "
-        "Give chats with answers of the assistant, or text."
-    )
 
 
 def read_data(
     model: DraftHeadPreTrainedModel,
     tokenizer: Any,
-    data: str | os.PathLike | Dataset | IterableDataset,
+    data: str | os.PathLike | Dataset,
     settings: DraftHeadTrainingArguments,
 ) -> PreparedData:
     """Tokenize the rows that `data` names or holds; without a number of rows to hold out, a tenth, at most 64."""
-    if isinstance(data, (Dataset, IterableDataset)):
-        raw, source = uniform(data), getattr(data.info, "dataset_name", None) or f"a {type(data).__name__}"
-        if settings.streaming and isinstance(raw, Dataset):
-            raw = raw.to_iterable_dataset()
+    if isinstance(data, (str, os.PathLike)):
+        raw, source = read_rows(source := os.fspath(data), split=settings.split), source
+    elif isinstance(data, Dataset):
+        raw, source = uniform(data), data.info.dataset_name or "a Dataset"
     else:
-        source = os.fspath(data)
-        raw = read_rows(source, streaming=settings.streaming, split=settings.split)
+        raise ValueError(f"the data is a {type(data).__name__}: give a file, a name, or a datasets.Dataset.")
     held_out_rows = settings.held_out_rows
-    first = list(islice(iter(raw), 10 * max(HELD_OUT, held_out_rows or 0)))
+    first = list(raw.take(min(len(raw), 10 * max(HELD_OUT, held_out_rows or 0))))
     if held_out_rows is None:
         held_out_rows = max(1, len(first) // 10)
     if len(first) <= held_out_rows:
@@ -288,12 +246,8 @@ def read_data(
             if 2 * held_out_rows >= len(first):
                 raise
             held_out_rows *= 2
-    rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, packing=settings.packing, **limits)
+    rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, **limits)
     report.rows, report.refused = report.rows + used.refused, report.refused + used.refused
     report.held_out = used.kept
     report.refusals = [*used.refusals, *report.refusals][:NAMED]
-    if isinstance(rows, IterableDataset):
-        seed = settings.seed if settings.data_seed is None else settings.data_seed
-        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLED)
-        return PreparedData(rows, held_out, source, stream_hash(source, first), report)
     return PreparedData(rows, held_out, source, data_hash(raw), report)

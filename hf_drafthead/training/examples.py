@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 USUAL_LENGTH = 2048  # tokens of a row, as in the papers
-COUNTED = 4096  # rows of a stream that are counted
 
 
 @dataclass(frozen=True)
@@ -110,10 +108,9 @@ def tokens_to_cover(rows: Any, vocabulary: int, share: float) -> int:
 
 
 def label_frequencies(rows: Any, vocabulary: int) -> Tensor:
-    """How often each token (vocabulary,) is a label; of a stream the first 4096 rows are counted."""
+    """How often each token (vocabulary,) is a label."""
     counts = torch.zeros(vocabulary, dtype=torch.long)
-    indexed = hasattr(rows, "__len__")  # which may have no iterator
-    for row in (rows[row] for row in range(len(rows))) if indexed else islice(rows, COUNTED):
+    for row in map(rows.__getitem__, range(len(rows))):  # which may have no iterator
         labels = torch.as_tensor(row["labels"])
         tokens, times = labels[labels != IGNORED].unique(return_counts=True)
         counts[tokens] += times

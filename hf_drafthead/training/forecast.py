@@ -37,7 +37,7 @@ class Forecast:
     trained: int
     weights: int
     memory: int
-    rows: int | None
+    rows: int
     tokens: int | None
     steps: int
     batch: int
@@ -47,9 +47,7 @@ class Forecast:
     seconds: float | None = None
 
     def __str__(self) -> str:
-        counted = "rows are counted while they are read"
-        if self.rows is not None:
-            counted = f"{self.rows:,} rows" + ("" if self.tokens is None else f" of {self.tokens:,} tokens")
+        counted = f"{self.rows:,} rows" + ("" if self.tokens is None else f" of {self.tokens:,} tokens")
         also = "" if self.trained == self.parameters else f", {self.trained:,} trained with those of the base"
         lasts = "time cannot be estimated" if self.seconds is None else f"about {duration(self.seconds)}"
         return (
@@ -65,16 +63,14 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
     evaluations take a tenth. Where a `share` is given, evaluate so seldom that it takes no more of the time."""
     args = trainer.args
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    batch = args.per_device_train_batch_size
-    rows = len(data.rows) if hasattr(data.rows, "__len__") else None
-    tokens = None if rows is None or data.report is None else data.report.tokens
+    batch, rows = args.per_device_train_batch_size, len(data.rows)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    in_epoch = math.ceil(math.ceil((rows or 0) / (batch * args.world_size)) / args.gradient_accumulation_steps)
+    in_epoch = math.ceil(math.ceil(rows / (batch * args.world_size)) / args.gradient_accumulation_steps)
     times, peak = None, None
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
-        times, peak = _tried(trainer, data.held_out, batch * _row_length(data.rows, tokens) if rows else None)
-        if args.hours and args.max_steps <= 0 and in_epoch:
+        times, peak = _tried(trainer, data.held_out, batch * _row_length(data.rows))
+        if args.hours and args.max_steps <= 0:
             fitting = 0.9 * 3600 * hours_left(trainer) / (in_epoch * times.step)
             args.num_train_epochs = min(args.num_train_epochs, fitting)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
@@ -82,27 +78,25 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
     every = None if every is None else max(math.ceil(steps * every), 1) if every < 1 else int(every)
     if every and share and times is not None:
         every = args.eval_steps = max(every, math.ceil(times.evaluation / (share * times.step)))
-    evaluations = math.ceil(steps / (every or in_epoch or steps)) if args.eval_strategy != "no" else 1
+    evaluations = math.ceil(steps / (every or in_epoch)) if args.eval_strategy != "no" else 1
     return Forecast(
         parameters=sum(parameter.numel() for parameter in model.drafter.parameters()),
         trained=trained,
         weights=weights,
         memory=(weights + 4 * trained if peak is None else peak) + MOMENTS * trained,
         rows=rows,
-        tokens=tokens,
+        tokens=None if data.report is None else data.report.tokens,
         steps=steps,
         batch=batch * args.gradient_accumulation_steps * args.world_size,
         evaluations=evaluations,
         step=None if times is None else times.step,
-        epoch=None if times is None or not in_epoch else in_epoch * times.step,
+        epoch=None if times is None else in_epoch * times.step,
         seconds=None if times is None else _total(trainer, times, steps, evaluations),
     )
 
 
-def _row_length(rows: Sequence[Any], tokens: int | None) -> float:
-    """The mean, of some of them where the tokens of all were not counted."""
-    if tokens is not None:
-        return tokens / len(rows)
+def _row_length(rows: Sequence[Any]) -> float:
+    """The mean of some of them."""
     some = range(0, len(rows), math.ceil(len(rows) / LOOKED_AT))
     return sum(len(rows[number]["input_ids"]) for number in some) / len(some)
 
@@ -127,10 +121,10 @@ def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int
     return training + max(evaluations, 1) * times.evaluation + times.once
 
 
-def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None) -> tuple[Times, int | None]:
+def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> tuple[Times, int | None]:
     """Tries a step and an evaluation, which change nothing; also the most bytes in use, without the optimizer's.
 
-    A batch of the training has `length` tokens on average, if that is known.
+    A batch of the training has `length` tokens on average.
     """
     args, expected, device = trainer.args, trainer.expected_tokens_per_step, trainer.args.device
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
@@ -172,7 +166,7 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float | None)
             model.zero_grad(set_to_none=False)  # so that no update moves a weight
             updating, evaluating = _seconds(update), _seconds(lambda: loss(False))
         model.zero_grad(set_to_none=True)
-        passing = min(passings) * (length or tried_length) / tried_length + loading
+        passing = min(passings) * length / tried_length + loading
         evaluation = evaluating * math.ceil(len(rows) / (batch * args.world_size))
         if expected is not None:
             answering, guessing, token = expected.tried(model.eval())

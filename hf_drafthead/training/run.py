@@ -39,7 +39,7 @@ from hf_drafthead.trees.calibrate import calibrate
 from hf_drafthead.trees.timing import training_advice
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset
 
 logger = logging.get_logger(__name__)
 
@@ -47,7 +47,6 @@ FORETOLD_PROMPTS = 32
 EVALUATIONS = 0.1  # of the time, at most, unless it is said how often to evaluate
 CALIBRATION = 0.1  # of the hours, at most, that trees are timed after the training
 LORA_RANK = DraftHeadTrainingArguments.lora_rank
-OF_READING = ("packing", "streaming", "split")
 FEW_STEPS = 100  # in which heads learn little
 # In the quick recipe: of the labels, what the tokens cover among which heads choose; and how many these are.
 COVERAGE, LEAST_CHOICES, MOST_CHOICES = 0.99, 8192, 16_384
@@ -70,7 +69,7 @@ class Trained:
 def train_heads(
     base: str | os.PathLike,
     family: str,
-    data: "str | os.PathLike | Dataset | IterableDataset | PreparedData | None",
+    data: "str | os.PathLike | Dataset | PreparedData | None",
     output: str | os.PathLike,
     *,
     chats: int | None = None,
@@ -93,8 +92,8 @@ def train_heads(
     Args:
         base: id or path of a causal LM.
         family: a name in `modeling.families.FAMILIES`.
-        data: what `read_rows` reads, or a data set with such rows, whose first ones are held out (an `IterableDataset`
-            is streamed); or rows that are ready; None: text that the base writes.
+        data: what `read_rows` reads, or a data set with such rows, of which the first are held out; or rows that are
+            ready; None: text that the base writes.
         chats: to write where there is no data; by default 2,000, or as many as half of the hours is enough for.
         output: folder for checkpoints, and for the heads at the end; with `joint` for the base as well.
         heads: train these trained heads further instead of fresh ones.
@@ -272,7 +271,7 @@ class _Run:
             "base": record.base_fingerprint(self.model.base),
             "data": self.data.sha256,
             "joint": self.joint,
-            **{name: getattr(self.settings, name) for name in ("max_length", "packing", "seed")},
+            **{name: getattr(self.settings, name) for name in ("max_length", "seed")},
             "held_out_rows": len(self.data.held_out),
             "chat_template": hashlib.sha256(repr(self.tokenizer.chat_template).encode()).hexdigest(),
         }
@@ -318,7 +317,7 @@ class _Run:
         metrics = metrics or self.trainer.evaluate()
         model.eval()
         model.drafter.to(last_layer(model.base)[1])  # in the type that they are loaded in
-        same = ("seed", "recipe", "learning_rate", "weight_decay", "max_length", "packing", "answer_temperature")
+        same = ("seed", "recipe", "learning_rate", "weight_decay", "max_length", "answer_temperature")
         return {
             **record.provenance(),
             "base_revision": model.config.base_model_revision,
@@ -375,8 +374,6 @@ def _settings(
     _refuse_contradictions(data, joint, load, arguments)
     if _sharded():  # every process runs the base before it is sharded
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    if not (data is None or isinstance(data, (str, os.PathLike, PreparedData)) or hasattr(data, "__len__")):
-        arguments["streaming"] = True  # an IterableDataset
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 4,
         "per_device_eval_batch_size": 4,
@@ -388,11 +385,6 @@ def _settings(
         "logging_nan_inf_filter": False,  # which waits for the device in every step
         "report_to": "tensorboard" if find_spec("tensorboard") else "none",
     }
-    if arguments.get("streaming"):
-        if "max_steps" not in arguments:
-            raise ValueError("with streaming no epoch has a known length: give the steps with --set max_steps=N.")
-        # rows of a stream have different lengths: every process makes its own batches
-        defaults["accelerator_config"] = {"dispatch_batches": False}
     together = {**JOINT, **find_family(family).joint_recipe} if joint else {}
     return DraftHeadTrainingArguments.for_family(family, str(output), **{**together, **defaults, **arguments})
 
@@ -464,12 +456,9 @@ def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], argumen
         raise ValueError("lora_rank is for a base that is trained along with its heads: add --joint, or drop it.")
     if "output_dir" in arguments:
         raise ValueError("output_dir is the folder of the heads: give it as output (--output).")
-    if isinstance(data, PreparedData):
-        for name in OF_READING:
-            if name in arguments and arguments[name] not in (None, False, "train"):
-                raise ValueError(f"{name} is for data that is read, but the rows are ready: leave it out.")
-    if arguments.get("split", "train") != "train" and isinstance(data, (str, os.PathLike)) and files_of(Path(data)):
-        raise ValueError(f"split is {arguments['split']!r}, but {str(data)!r} has no splits: leave --split out.")
+    if arguments.get("split", "train") != "train":
+        if isinstance(data, PreparedData) or isinstance(data, (str, os.PathLike)) and files_of(Path(data)):
+            raise ValueError(f"split is {arguments['split']!r}, but the data has no splits: leave --split out.")
     if arguments.get("base_objective") == "itself" and not arguments.get("lora_rank", 1):
         raise ValueError("base_objective=itself trains adapters of the base: give a --lora-rank above 0.")
 

@@ -129,8 +129,7 @@ def test_what_is_not_installed_to_report_to_is_refused_in_one_line(name):
     [
         ({"lora_rank": 4}, "lora_rank is for a base that is trained along"),
         ({"output_dir": "elsewhere"}, "output_dir is the folder of the heads: give it as output"),
-        ({"packing": True}, "packing is for data that is read, but the rows are ready: leave it out."),
-        ({"split": "test"}, "split is 'test', but '.*texts.jsonl' has no splits: leave --split out."),
+        ({"split": "test"}, "split is 'test', but the data has no splits: leave --split out."),
     ],
 )
 def test_arguments_of_heads_without_effect_are_refused(arguments, line, tmp_path):

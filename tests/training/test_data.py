@@ -10,7 +10,7 @@ import torch
 from hf_drafthead.data import read_rows, sources
 from hf_drafthead.data.chats import Refused, repaired
 from hf_drafthead.data.rows import as_row, data_hash
-from hf_drafthead.training.data import DataReport, tokenize_rows
+from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.examples import collate
 from hf_drafthead.training.heads_loss import IGNORED
 from tests.training.chat_templates import CHATML, STYLES, tokenizer_with
@@ -74,8 +74,7 @@ def test_a_data_set_gives_the_same_rows_by_folder_and_in_hand(tmp_path, chats):
     (tmp_path / "hub" / "dataset_infos.json").write_text("{}")
     assert said(sources.uniform(plain)) == said(rows)
     for name in ("saved", "both", "hub"):
-        for streaming in (False, True):
-            assert said(read_rows(tmp_path / name, streaming=streaming)) == said(rows)
+        assert said(read_rows(tmp_path / name)) == said(rows)
     assert len(read_rows(tmp_path / "both", split="test")) == 1
 
 
@@ -150,7 +149,6 @@ def test_texts_come_from_files_and_folders(tmp_path):
     assert [row["text"] for row in rows] == ["first", "second\n", "third", "fourth"]
     assert [(row["source"], row["row"]) for row in rows[1:]] == [("b.txt", 0), ("c.jsonl", 0), ("c.jsonl", 1)]
     assert [row["given"] for row in rows] == [0, 0, 0, 2]
-    assert listed(read_rows(folder, streaming=True)) == rows
     assert [row["text"] for row in read_rows(folder / "b.txt")] == ["second\n"]
 
 
@@ -192,7 +190,7 @@ def test_the_hash_tells_what_is_said_and_not_how_it_is_stored(tmp_path, chats):
     array = tmp_path / "other.json"
     array.write_text(json.dumps([{"messages": turns(*one)} for one in CHATS]))
     known = data_hash(read_rows(chats))
-    assert known == data_hash(read_rows(array)) == data_hash(read_rows(array, streaming=True))
+    assert known == data_hash(read_rows(array))
     assert len(known) == 64
     for other in (CHATS[1:], CHATS[::-1], [["question"], *CHATS[1:]]):
         assert data_hash(read_rows(write_lines(chats, [{"messages": turns(*one)} for one in other]))) != known
@@ -235,9 +233,8 @@ MARKED = {"utf-8-sig": b"", "utf-16-le": codecs.BOM_UTF16_LE, "utf-16-be": codec
 MARKED |= {"utf-32-le": codecs.BOM_UTF32_LE, "utf-32-be": codecs.BOM_UTF32_BE}
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("encoding", MARKED)
-def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, chats, encoding, streaming):
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, chats, encoding):
     """Editors and shells on Windows write one, and the encoding that it names."""
     rows = [json.loads(line) for line in chats.read_text(encoding="utf-8").splitlines()]
     array, text = json.dumps(rows, ensure_ascii=False), "caf\xe9\n" * 3
@@ -245,7 +242,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path, chats, encoding, strea
     for name, content in (("lines.jsonl", chats.read_text("utf-8")), ("array.json", array), ("marked.txt", text)):
         (tmp_path / name).write_bytes(MARKED[encoding] + content.encode(encoding))
         plain = tmp_path / "plain.txt" if name == "marked.txt" else chats
-        assert said(read_rows(tmp_path / name, streaming=streaming)) == said(read_rows(plain)), name
+        assert said(read_rows(tmp_path / name)) == said(read_rows(plain)), name
 
 
 def test_files_with_marks_that_were_joined_are_read(tmp_path):
@@ -257,16 +254,15 @@ def test_files_with_marks_that_were_joined_are_read(tmp_path):
 FORMATS = ("torch", "numpy", "pandas", "arrow", "python")
 
 
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_format_for_another_library_changes_no_row(tmp_path, chats, form, streaming):
+def test_a_format_for_another_library_changes_no_row(tmp_path, chats, form):
     tokenizer = tokenizer_with(CHATML)
     plain = datasets.Dataset.from_list([{"messages": turns(*words)} for words in CHATS])
     formatted = plain.with_format(form)
     formatted.save_to_disk(tmp_path / "saved")  # which keeps the format
     right = [row["input_ids"] for row in tokenize_rows(plain, tokenizer)[0]]
-    saved = read_rows(tmp_path / "saved", streaming=streaming)
-    for rows in (formatted.to_iterable_dataset() if streaming else formatted, saved):
+    saved = read_rows(tmp_path / "saved")
+    for rows in (formatted, saved):
         assert [row["input_ids"] for row in tokenize_rows(rows, tokenizer)[0]] == right
 
 
@@ -285,32 +281,21 @@ def test_half_a_character_is_replaced(tmp_path):
     """Where an emoji was cut, no tokenizer takes what is left of it."""
     write_lines(tmp_path / "cut.jsonl", [{"text": "a \ud83d b \U0001f600"}])
     assert "\\ud83d" in (tmp_path / "cut.jsonl").read_text()
-    for streaming in (False, True):
-        (row,) = read_rows(tmp_path / "cut.jsonl", streaming=streaming)
-        assert row["text"] == "a \N{REPLACEMENT CHARACTER} b \U0001f600"
+    (row,) = read_rows(tmp_path / "cut.jsonl")
+    assert row["text"] == "a \N{REPLACEMENT CHARACTER} b \U0001f600"
 
 
-@pytest.mark.parametrize("name", ["line.jsonl", "within.json", "form.jsonl"])
-def test_a_stream_names_the_line_as_well(tmp_path, name):
-    content, text = BAD_FILES[name]
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError) as error:
-        list(read_rows(tmp_path / name, streaming=True))
-    assert text in str(error.value)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_unknown_data_sets_are_refused(tmp_path, streaming):
+def test_unknown_data_sets_are_refused(tmp_path):
     with pytest.raises(OSError, match="no data could be read at 'org/none' .*: give a .json, .jsonl or .txt file"):
-        read_rows("org/none", streaming=streaming)
+        read_rows("org/none")
     with pytest.raises(OSError, match="there is no data at './nowhere': give a"):
-        read_rows("./nowhere", streaming=streaming)
+        read_rows("./nowhere")
     datasets.Dataset.from_list([{"question": "x"}]).save_to_disk(tmp_path / "saved")
     with pytest.raises(ValueError, match="saved has the columns question: expected a chat as"):
-        read_rows(tmp_path / "saved", streaming=streaming)
+        read_rows(tmp_path / "saved")
     datasets.DatasetDict({"train": datasets.Dataset.from_list([{"text": "x"}])}).save_to_disk(tmp_path / "both")
     with pytest.raises(ValueError, match="both' has no split 'test': choose one of train with"):
-        read_rows(tmp_path / "both", streaming=streaming, split="test")
+        read_rows(tmp_path / "both", split="test")
 
 
 # ---- mending -------------------------------------------------------------------------------------------------------
@@ -364,11 +349,10 @@ def test_chats_without_a_clear_meaning_are_refused(name):
 # ---- tokens --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_rows_are_mapped_refused_and_counted(tmp_path, streaming):
+def test_rows_are_mapped_refused_and_counted(tmp_path):
     rows = [{"messages": messages} for messages, *_ in [*MENDED.values(), *REFUSED.values()]] + [{"other": 1}]
     path = write_lines(tmp_path / "awkward.jsonl", rows)
-    examples, report = tokenize_rows(read_rows(path, streaming=streaming), tokenizer_with(CHATML), 64)
+    examples, report = tokenize_rows(read_rows(path), tokenizer_with(CHATML), 64)
     found = listed(examples)
     assert len(found) == report.examples == report.kept == len(MENDED)
     assert (report.rows, report.refused) == (len(rows), len(REFUSED) + 1)
@@ -381,22 +365,6 @@ def test_rows_are_mapped_refused_and_counted(tmp_path, streaming):
     assert str(report).splitlines()[0].startswith("19 rows read, 8 kept (2 leading assistant turn dropped, ")
     assert str(report).splitlines()[1].startswith("11 rows refused: awkward.jsonl row 8: it has no turns, awkward")
     assert json.loads(json.dumps(vars(report)))["rows"] == 19
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_a_stream_gives_the_same_examples_and_the_same_counts(tmp_path, packing):
-    folder = tmp_path / "many"
-    folder.mkdir()
-    for number in range(3):
-        lines = [{"messages": turns(*one)} for one in CHATS] + [{"text": "x" * 70 * number}, {"messages": []}]
-        write_lines(folder / f"{number}.jsonl", lines)
-    tokenizer = tokenizer_with(STYLES["vicuna"].template)
-    kept, told = tokenize_rows(read_rows(folder), tokenizer, 50, packing=packing)
-    streamed, grows = tokenize_rows(read_rows(folder, streaming=True), tokenizer, 50, packing=packing)
-    assert grows == DataReport()
-    assert listed(streamed) == listed(kept)
-    assert grows == told
-    assert listed(streamed) == listed(kept)  # a second pass
 
 
 def test_counts_are_the_same_when_tokens_come_from_the_cache(chats, monkeypatch):
@@ -432,18 +400,6 @@ def test_what_is_given_of_a_text_is_not_learnt(tmp_path):
     assert example["labels"] == [IGNORED] * 4 + tokenizer("cat sat")["input_ids"]
 
 
-def test_packing_loses_nothing_and_fills_rows_up(chats):
-    tokenizer = tokenizer_with(CHATML)
-    plain, _ = tokenize_rows(read_rows(chats), tokenizer)
-    packed, report = tokenize_rows(read_rows(chats), tokenizer, 50, packing=True)
-    for name in ("input_ids", "labels"):
-        assert [x for row in packed for x in row[name]] == [x for row in plain for x in row[name]]
-    lengths = [len(row["input_ids"]) for row in packed]
-    assert set(lengths[:-1]) == {50} and lengths[-1] <= 50
-    assert report.tokens == sum(lengths)
-    assert not report.mapped
-
-
 def test_batches_are_padded_on_the_right():
     rows = [{"input_ids": [5, 6, 7], "labels": [IGNORED, 6, 7]}, {"input_ids": [8], "labels": [8]}]
     batch = collate(rows)
@@ -456,24 +412,21 @@ def test_batches_are_padded_on_the_right():
 BAD_SETTINGS = [
     ({"max_length": 1}, "max_length is 1: expected at least 2 tokens"),
     ({"max_length": 65, "positions": 64}, "max_length is 65, but the base has 64 positions: give at most that many."),
-    ({"packing": True}, "packing needs max_length, the tokens of a full row: give one."),
     ({"positions": 60}, "chats.jsonl row 0 has 92 tokens, but the base has 60 positions: set max_length to cut such"),
 ]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("settings, text", BAD_SETTINGS, ids=["short", "long", "packing", "row"])
-def test_lengths_that_do_not_fit_are_refused(tmp_path, streaming, settings, text):
+@pytest.mark.parametrize("settings, text", BAD_SETTINGS, ids=["short", "long", "row"])
+def test_lengths_that_do_not_fit_are_refused(tmp_path, settings, text):
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": turns("q" * 40, "a" * 31)}])
     with pytest.raises(ValueError) as error:
-        tokenize_rows(read_rows(path, streaming=streaming), tokenizer_with(CHATML), **settings)
+        tokenize_rows(read_rows(path), tokenizer_with(CHATML), **settings)
     assert text in str(error.value)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_data_of_which_nothing_is_left_is_refused(tmp_path, streaming):
+def test_data_of_which_nothing_is_left_is_refused(tmp_path):
     rows = [{"messages": [U("u")]}, {"messages": [U("u"), OWL("x")]}]
-    rows = read_rows(write_lines(tmp_path / "x.jsonl", rows), streaming=streaming)
+    rows = read_rows(write_lines(tmp_path / "x.jsonl", rows))
     with pytest.raises(ValueError) as error:
         tokenize_rows(rows, tokenizer_with(CHATML), 64)
     assert str(error.value) == (
@@ -482,11 +435,10 @@ def test_data_of_which_nothing_is_left_is_refused(tmp_path, streaming):
     )
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_chats_need_a_template_and_texts_do_not(tmp_path, chats, streaming):
+def test_chats_need_a_template_and_texts_do_not(tmp_path, chats):
     with pytest.raises(ValueError, match="the data holds chats, but the tokenizer of '' has no chat template: give"):
-        tokenize_rows(read_rows(chats, streaming=streaming), tokenizer_with(None), 64)
-    rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "abc"}]), streaming=streaming)
+        tokenize_rows(read_rows(chats), tokenizer_with(None), 64)
+    rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "abc"}]))
     (example,) = tokenize_rows(rows, tokenizer_with(None), 64)[0]
     assert example["labels"] == example["input_ids"] == tokenizer_with(None)("abc")["input_ids"]
 
@@ -533,12 +485,12 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("form", ["lines", "data set", "stream"])
+@pytest.mark.parametrize("form", ["lines", "data set"])
 @pytest.mark.parametrize("name", BESIDE)
 def test_what_stands_beside_a_chat_reaches_the_template(tmp_path, name, form):
     record, answers, shown = BESIDE[name]
     path = write_lines(tmp_path / "x.jsonl", [record])
-    rows = datasets.Dataset.from_list([record]) if form == "data set" else read_rows(path, streaming=form == "stream")
+    rows = datasets.Dataset.from_list([record]) if form == "data set" else read_rows(path)
     tokenizer = tokenizer_with(TOOL_TEMPLATE)
     rows, report = tokenize_rows(rows, tokenizer)
     (row,) = rows
@@ -556,14 +508,12 @@ def test_what_is_not_used_is_named(tmp_path):
         {"text": "t", "label": None, "url": "y"},
     ]
     path = write_lines(tmp_path / "x.jsonl", rows)
-    told = [tokenize_rows(read_rows(path, streaming=streaming), tokenizer_with(CHATML)) for streaming in (False, True)]
-    assert listed(told[0][0]) == listed(told[1][0])
-    for _, report in told:
-        assert report.unused == {"prompt": 1, "id": 1, "tools": 1, "messages.weight": 1, "url": 1}
-        assert report.mapped == {f"{what} left out by the chat template": 1 for what in ("tools", "thoughts")}
-        (refusal,) = report.refusals
-        assert refusal.endswith("row 2: the chat template does not show calls of tools and their answers: set another")
-        assert str(report).splitlines()[-1].startswith("not used: prompt (1 rows), id (1 rows), tools (1 rows)")
+    _, report = tokenize_rows(read_rows(path), tokenizer_with(CHATML))
+    assert report.unused == {"prompt": 1, "id": 1, "tools": 1, "messages.weight": 1, "url": 1}
+    assert report.mapped == {f"{what} left out by the chat template": 1 for what in ("tools", "thoughts")}
+    (refusal,) = report.refusals
+    assert refusal.endswith("row 2: the chat template does not show calls of tools and their answers: set another")
+    assert str(report).splitlines()[-1].startswith("not used: prompt (1 rows), id (1 rows), tools (1 rows)")
     _, report = tokenize_rows(read_rows(path), tokenizer_with(TOOL_TEMPLATE))  # which drops earlier thoughts
     assert report.mapped == {"thoughts left out by the chat template": 1}
 

@@ -65,9 +65,8 @@ def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
 
 def test_rows_that_were_not_counted_are_as_long_as_some_of_them():
     rows = [{"input_ids": [0] * number} for number in range(1000)]
-    assert _row_length(rows, None) == pytest.approx(499.5, abs=2)
-    assert _row_length(rows[:3], None) == 1
-    assert _row_length(rows, 4000) == 4
+    assert _row_length(rows) == pytest.approx(499.5, abs=2)
+    assert _row_length(rows[:3]) == 1
 
 
 def test_the_time_is_that_of_steps_evaluations_and_calibration():
@@ -118,13 +117,6 @@ def test_a_step_is_timed_without_the_counting_of_ranks_that_most_steps_leave_out
     monkeypatch.setattr(DraftHeadTrainer, "loss_on", noted)
     train(place, tmp_path / "out", dry_run=True)
     assert set(counted) == {(True, False), (False, True)}
-
-
-def test_a_stream_is_not_counted_beforehand(place, tmp_path):
-    told = []
-    dry = train(place, tmp_path / "out", streaming=True, max_steps=5, dry_run=True, tell=told.append)
-    assert (dry.summary["forecast"]["rows"], dry.summary["forecast"]["steps"]) == (None, 5)
-    assert "data: rows are counted while they are read; 5 steps of 2 rows" in told[1]
 
 
 def test_a_base_that_learns_along_is_counted(place, tmp_path):
