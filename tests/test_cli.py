@@ -119,7 +119,7 @@ def test_demo_measures_every_family_as_bench_does_and_shows_a_sample(tiny_zoo, c
     assert out.count("yes") == 2 * len(FAMILIES) and "NO" not in out
     assert out.count(" continues 'import os'") == 1  # by the family that needed the fewest steps
     code, out, _ = command("demo", "--family", "medusa", "--prompts", 1, "--max-new-tokens", 4)
-    assert code == 0 and "1 prompt " in out and " continues 'def f'" in out
+    assert code == 0 and " continues 'def f'" in out
 
 
 def test_the_base_is_loaded_once_and_the_short_demo_takes_few_prompts(tiny_zoo, command, monkeypatch):

@@ -85,8 +85,7 @@ def demo(
             if full:
                 published: dict[str, Any] = {"tree": DEFAULT_TREE, "batch_sizes": [FULL_BATCH], "repeats": 1}
                 measurements += bench(model, tokenizer, questions, settings, progress=progress, **published)
-    for table in [report.summary_table(measurements), *([report.details_table(measurements)] if captured else [])]:
-        console.print(table)
+    console.print(report.table(measurements))
     common.say(*gains(measurements, where, not captured and dtype_advice(base)))
     common.write_json(json_path, {"rows": [row.to_json() for row in measurements]})
     if different := sorted({row.family for row in measurements if row.differences["faults"]}):

@@ -23,15 +23,13 @@ def run_bench(
     max_new_tokens: Annotated[int, count("Tokens per answer, at most.")] = 256,
     batch_size: Annotated[str, string("Questions per call; several for a curve.", "N[,N...]")] = "1",
     repeats: Annotated[int, count("Timed runs of each prompt; the median counts.")] = 3,
-    temperature: Annotated[str | None, string("0: greedy; 0.7 with --epsilon; several: a curve.", "X[,X...]")] = None,
+    temperature: Annotated[str | None, string("0: greedy, the default; several: a curve.", "X[,X...]")] = None,
     seed: Annotated[int, count("Seed of the sampling.", 0)] = 0,
-    epsilon: Annotated[str | None, string("Also typical acceptance; alpha is the root.", "X[,X...]")] = None,
     lookup: Annotated[str | None, string("Tokens that a tree copies from the text, 0: none.", "N[,N...]")] = None,
     compare: Annotated[str | None, string("prompt-lookup, assistant=PATH, compiled or none.", "NAME[,NAME...]")] = None,
     captured: Annotated[bool, flag("--captured", "Compile the heads' steps, as a static cache does.")] = False,
     tree: common.TreeOptions = None,
     settings: common.Settings = None,
-    csv_path: Annotated[Path | None, common.new_file("Write the figures by category.", "PATH", "--csv")] = None,
     json_path: common.Json = None,
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
@@ -40,17 +38,14 @@ def run_bench(
     from hf_drafthead.evaluation.calls import PROMPT_LOOKUP
     from hf_drafthead.evaluation.questions import read_questions
 
-    thresholds = common.parse_numbers("--epsilon", epsilon, float)
     sizes = common.parse_numbers("--batch-size", batch_size, int)
-    usual = [0.7] if thresholds else [0.0]
     compare = compare or (PROMPT_LOOKUP if sizes == [1] else "none")  # which needs no heads, and decodes one row
     plan = BenchPlan(
         models=models,
         questions=read_questions(questions, split, limit),
         settings={"max_new_tokens": max_new_tokens, **common.parse_settings(settings)},
-        temperatures=common.parse_numbers("--temperature", temperature, float, zero=True) or usual,
+        temperatures=common.parse_numbers("--temperature", temperature, float, zero=True) or [0.0],
         trees=[common.parse_tree(text) for text in tree] if tree else [None],
-        thresholds=thresholds,
         lookups=common.parse_numbers("--lookup", lookup, int, zero=True),
         compare=[] if compare == "none" else compare.split(","),
         batch_sizes=sizes,
@@ -64,20 +59,17 @@ def run_bench(
 
     def keep(measurements: list[Any]) -> None:
         common.write_json(json_path, report.to_json(measurements, **about))
-        if csv_path is not None:
-            report.write_csv(csv_path, measurements)
 
     with common.bar(plan.batches) as begin:
         measurements = plan.carry_out(begin=begin, notify=common.complain, keep=keep)
     console = common.output()
-    for table in report.tables(measurements):
-        console.print(table)
+    console.print(report.table(measurements))
     common.say(*report.verdicts(measurements))
-    if measurements[-1].stopped == INTERRUPTED:
+    if (stopped := measurements[-1].stopped) is not None:
         marked = ", marked with *," if any(not measurement.complete for measurement in measurements) else ""
         where = common.kept_in(json_path, "are")
-        common.complain(f"interrupted: the figures{marked} are those of the prompts that were finished{where}.")
-        raise typer.Exit(130)
+        common.complain(f"{stopped}: the figures{marked} are those of the prompts that were finished{where}.")
+        raise typer.Exit(130 if stopped == INTERRUPTED else 2)
 
 
 @common.app.command("verify")

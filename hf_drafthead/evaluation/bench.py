@@ -53,20 +53,6 @@ class BenchRun:
     notices: list[str] = field(default_factory=list)
     _prepared: set[Any] = field(default_factory=set, init=False, repr=False)  # what was compiled, for which shape
 
-    def run_as_far_as_possible(self, questions: Sequence[Question]) -> None:
-        """Run, and keep the finished rounds if the memory runs out or the user interrupts."""
-        try:
-            for finished in self.run(questions):
-                self.rounds.append(finished)
-        except KeyboardInterrupt:
-            self.stopped = INTERRUPTED
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            self.stopped = NO_MEMORY
-        if self.stopped == NO_MEMORY and torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
     def run(self, questions: Sequence[Question]) -> Iterator[Round]:
         """Decode the questions with every method, one batch and one turn of the conversation at a time."""
         batches = calls.batched(questions, self.batch_size)
@@ -210,9 +196,10 @@ def bench(
     progress: Callable[[], object] = lambda: None,
     notify: Callable[[str], object] = lambda notice: None,
 ) -> list[Measurement]:
-    """One measurement for every batch size, which is halved where memory runs out.
+    """One measurement for every batch size.
 
-    After an interruption the last one's `stopped` is set; a KeyboardInterrupt before there was anything to return.
+    What was measured is kept where the memory runs out or the user interrupts: the last measurement's `stopped` is
+    set. Where there is none yet, that is raised.
 
     Args:
         model, tokenizer: with draft heads, and the base's.
@@ -225,66 +212,39 @@ def bench(
         progress, notify: called after each batch of questions, and with every notice.
 
     Raises:
-        OSError, ValueError: as `decoding_methods` and `encode_all` do, or the memory does not suffice for one prompt.
+        OSError, ValueError: as `decoding_methods` and `encode_all` do.
     """
     calls.encode_all(model, tokenizer, calls.batched(questions, 1), settings["max_new_tokens"])
     acceptance = acceptance_of(model, acceptance or {})
     how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "captured": captured, "compare": compare}
     methods = calls.decoding_methods(model, tokenizer, **how)
-
-    def measured() -> Iterator[Measurement]:
-        waiting, begun, nothing = list(dict.fromkeys(batch_sizes)), set(batch_sizes), True
-        while waiting:
-            size = waiting.pop(0)
-            run = BenchRun(model, tokenizer, dict(methods), settings, size, repeats, seed, captured, progress=progress)
-            run.lossless = acceptance["acceptance"] == "exact"
-            run.run_as_far_as_possible(questions)
-            if run.stopped == NO_MEMORY:
-                prompts = sum(batch.rows for batch in run.rounds)
-                run.notices.append(f"out of memory at a batch size of {size}: {prompts} prompts were measured.")
-                if size > 1 and size // 2 not in begun:
-                    waiting.insert(0, size // 2)
-                    begun.add(size // 2)
-                    run.notices[-1] = f"{run.notices[-1][:-1]}, continuing with a batch size of {size // 2}."
-            if undrafted := sum(batch.undrafted for batch in run.rounds):
-                run.notices.append(
-                    f"{undrafted} of {len(run.rounds)} calls were decoded by the base itself, which counts in the "
-                    "speedup and not in the tokens per step."
-                )
-            for notice in run.notices:
-                notify(notice)
-            if run.rounds:
-                nothing = False
-                about: dict[str, Any] = {"batch_size": size, "repeats": repeats, "captured": captured}
-                about |= {"settings": full_settings(model, settings), "acceptance": acceptance}
-                about["calibrated"] = is_calibrated(model, size, captured)
-                about |= {"complete": run.stopped is None, "stopped": run.stopped, "notices": run.notices}
-                yield summed_up(model, run.rounds, compared=compare, **about)
-            if run.stopped == INTERRUPTED:
-                raise KeyboardInterrupt
-        if nothing:
-            raise OSError("there is not enough memory for a single prompt: use a smaller model, or fewer new tokens.")
-
-    return until_interrupted(measured())
-
-
-def until_interrupted(
-    measured: Iterator[Measurement], keep: Callable[[list[Measurement]], object] = lambda measurements: None
-) -> list[Measurement]:
-    """All measurements, or those before an interruption, of which the last one says that it was stopped.
-
-    `keep` is called with all so far, whenever there are new ones. A KeyboardInterrupt before there was any is raised.
-    """
-    measurements = list[Measurement]()
-    try:
-        for measurement in measured:
-            measurements.append(measurement)
-            keep(measurements)
-    except KeyboardInterrupt:
-        if not measurements:
-            raise
-        measurements[-1] = replace(measurements[-1], stopped=INTERRUPTED)
-        keep(measurements)
+    measurements: list[Measurement] = []
+    for size in dict.fromkeys(batch_sizes):
+        run = BenchRun(model, tokenizer, dict(methods), settings, size, repeats, seed, captured, progress=progress)
+        run.lossless = acceptance["acceptance"] == "exact"
+        try:
+            for finished in run.run(questions):
+                run.rounds.append(finished)
+        except (KeyboardInterrupt, RuntimeError, MemoryError) as error:
+            run.stopped = INTERRUPTED if isinstance(error, KeyboardInterrupt) else NO_MEMORY
+            if (run.stopped == NO_MEMORY and not out_of_memory(error)) or not (run.rounds or measurements):
+                raise
+        if undrafted := sum(batch.undrafted for batch in run.rounds):
+            run.notices.append(
+                f"{undrafted} of {len(run.rounds)} calls were decoded by the base itself, which counts in the "
+                "speedup and not in the tokens per step."
+            )
+        for notice in run.notices:
+            notify(notice)
+        if run.rounds:
+            about: dict[str, Any] = {"batch_size": size, "repeats": repeats, "captured": captured}
+            about |= {"settings": full_settings(model, settings), "acceptance": acceptance}
+            about["calibrated"] = is_calibrated(model, size, captured)
+            about |= {"complete": run.stopped is None, "stopped": run.stopped, "notices": run.notices}
+            measurements.append(summed_up(model, run.rounds, compared=compare, **about))
+        if run.stopped is not None:
+            measurements[-1] = replace(measurements[-1], stopped=run.stopped)
+            break
     return measurements
 
 
@@ -316,42 +276,28 @@ class BenchPlan:
     settings: dict[str, Any]  # of `generate`
     temperatures: Sequence[float] = ()  # 0 is greedy; of several each is measured with every kind of acceptance
     trees: Sequence[str | DraftTree | None] = (None,)  # each is measured; None is the model's own
-    # of typical acceptance, measured besides exact acceptance, with the root for alpha as in the Medusa paper
-    thresholds: Sequence[float] = ()
     lookups: Sequence[int] = ()  # tokens that the heads' tree copies from the text, 0 for none, each measured
     compare: Sequence[str] = ()
     batch_sizes: Sequence[int] = (1,)
     options: Mapping[str, Any] = field(default_factory=dict)  # of every `bench`
 
-    def __post_init__(self):
-        if not all(0 <= threshold <= 1 for threshold in self.thresholds):
-            raise ValueError(f"--epsilon is {list(self.thresholds)}: expected probabilities, from 0 to 1.")
-
     @property
     def batches(self) -> int:
-        """How often `progress` is called at most: less where memory runs out."""
+        """How often `progress` is called at most."""
         batches = sum(len(calls.batched(self.questions, size)) for size in self.batch_sizes)
         return len(self.models) * len(self.trees) * len(list(self.runs())) * batches
 
     def runs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """The settings of `generate` and those of the heads alone, for every measurement of a model."""
-        for (settings, acceptance), copied in itertools.product(self._acceptances(), self.lookups or (None,)):
-            if not copied or acceptance.get("acceptance") != "rejection":  # which does not go with copies
-                lookup = {} if copied is None else {"prompt_lookup_num_tokens": copied}
-                yield settings, {**acceptance, **lookup}
-
-    def _acceptances(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         curve = len(self.temperatures) > 1
         for heat in self.temperatures or (None,):
-            settings = {**calls.sampling(heat), **self.settings}
-            yield settings, {"acceptance": "exact"} if curve or self.thresholds else {}
-            if curve and heat:
-                yield settings, {"acceptance": "rejection"}
-            if curve and heat and not self.thresholds:
-                yield settings, {"acceptance": "typical"}
-            for threshold in self.thresholds:
-                typical = {"posterior_threshold": threshold, "posterior_alpha": threshold**0.5}
-                yield settings, {"acceptance": "typical", **typical}
+            kinds = ("exact", "rejection", "typical") if curve and heat else ("exact",) if curve else (None,)
+            for kind, copied in itertools.product(kinds, self.lookups or (None,)):
+                if copied and kind == "rejection":  # which does not go with copies
+                    continue
+                lookup = {} if copied is None else {"prompt_lookup_num_tokens": copied}
+                acceptance = {} if kind is None else {"acceptance": kind}
+                yield {**calls.sampling(heat), **self.settings}, {**acceptance, **lookup}
 
     def carry_out(
         self,
@@ -360,27 +306,26 @@ class BenchPlan:
         notify: Callable[[str], object],
         keep: Callable[[list[Measurement]], object],
     ) -> list[Measurement]:
-        """Measure one model after the other, as `bench` and `until_interrupted` say; `begin` is called with its
-        name, and gives what to call after each batch of questions."""
-
-        def measured() -> Iterator[Measurement]:
-            for name in self.models:
-                model, tokenizer = self.load(name)
-                options = {**self.options, "batch_sizes": self.batch_sizes, "notify": notify}
-                options["progress"] = begin(name.rstrip("/").rsplit("/")[-1])
-                for tree, (settings, acceptance) in itertools.product(self.trees, self.runs()):
-                    compare = self.compare if acceptance.get("acceptance", "exact") == "exact" else ()
-                    how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "compare": compare, **options}
-                    new = bench(model, tokenizer, self.questions, settings, **how)
-                    yield from new
-                    if faults := sum(measurement.differences["faults"] for measurement in new):
-                        notify(
-                            f"{name}: {faults} texts differ from the base's by more than rounding explains: "
-                            "`hf-drafthead verify` finds the shortest prompt that shows it."
-                        )
-                    if new[-1].stopped == INTERRUPTED:
-                        raise KeyboardInterrupt
-                if new[-1].speedup < SLOW and (advice := dtype_advice(model.base)):
-                    notify(advice)
-
-        return until_interrupted(measured(), keep)
+        """Measure one model after the other, up to where it is stopped; `begin` is called with its name, and gives what
+        to call after each batch of questions; `keep` with all measurements so far, whenever there are new ones."""
+        measurements: list[Measurement] = []
+        for name in self.models:
+            model, tokenizer = self.load(name)
+            options = {**self.options, "batch_sizes": self.batch_sizes, "notify": notify}
+            options["progress"] = begin(name.rstrip("/").rsplit("/")[-1])
+            for tree, (settings, acceptance) in itertools.product(self.trees, self.runs()):
+                compare = self.compare if acceptance.get("acceptance", "exact") == "exact" else ()
+                how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "compare": compare, **options}
+                new = bench(model, tokenizer, self.questions, settings, **how)
+                measurements += new
+                keep(measurements)
+                if faults := sum(measurement.differences["faults"] for measurement in new):
+                    notify(
+                        f"{name}: {faults} texts differ from the base's by more than rounding explains: "
+                        "`hf-drafthead verify` finds the shortest prompt that shows it."
+                    )
+                if new[-1].stopped is not None:
+                    return measurements
+            if new[-1].speedup < SLOW and (advice := dtype_advice(model.base)):
+                notify(advice)
+        return measurements

@@ -5,7 +5,6 @@ Shapes: B rows, S steps, M positions, K heads.
 
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -77,7 +76,6 @@ class Measurement:
     differences: dict[str, Any]  # of exact runs: how many texts rounding and faults changed, see `rounding.counted`
     per_category: dict[str, dict[str, Any]]
     tree_nodes: int
-    accepted_lengths: dict[int, int]  # how many steps emitted 1, 2, 3 ... tokens
     drafting_share: float | None  # of the steps; in the others a switch left the root alone
     tokens_per_drafting_step: float | None
     transformers: str
@@ -137,7 +135,6 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
         per_category={name: figures([batch for batch in rounds if batch.category == name]) for name in categories},
         tree_nodes=max((step.drafted for step in steps), default=0),
         **drafting_steps(steps),
-        accepted_lengths=histogram(batch.accepted for batch in rounds),
         speedup_spread=[min(speedups), max(speedups)],
         head_accuracy=top_k_accuracy(batch.ranks for batch in rounds if batch.ranks is not None),
         time_split=time_split(steps),
@@ -239,16 +236,6 @@ def tokens_per_step(accepted_lengths: Iterable[torch.Tensor]) -> float | None:
         emitted += int(lengths.sum())
         steps += int((lengths > 0).sum())
     return emitted / steps if steps else None
-
-
-def histogram(accepted_lengths: Iterable[torch.Tensor]) -> dict[int, int]:
-    """How many steps emitted 1, 2, 3 ... tokens.
-
-    >>> histogram([torch.tensor([[3, 1], [2, 0]]), torch.tensor([[1]])])
-    {1: 2, 2: 1, 3: 1}
-    """
-    counts = Counter(length for lengths in accepted_lengths for length in lengths[lengths > 0].tolist())
-    return dict(sorted(counts.items()))
 
 
 def guess_depths(accepted_lengths: torch.Tensor, copied: Sequence[int] = ()) -> list[int]:

@@ -1,20 +1,12 @@
-"""Measurements as a table, as JSON and as CSV."""
+"""Measurements as a table, in sentences and as JSON."""
 
-import csv
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
-from hf_drafthead.evaluation.measurement import STAGES, Measurement
-
-CSV_COLUMNS = (
-    "model family acceptance posterior_threshold temperature batch_size category prompts tokens_per_step "
-    "base_tokens_per_second tokens_per_second speedup identical undrafted complete "
-    "prompt_lookup_num_tokens"
-).split()
+from hf_drafthead.evaluation.measurement import Measurement
 
 
 def to_json(measurements: Sequence[Measurement], **about: Any) -> dict[str, Any]:
@@ -23,20 +15,8 @@ def to_json(measurements: Sequence[Measurement], **about: Any) -> dict[str, Any]
     return rows[0] if len(rows) == 1 else {"rows": rows}
 
 
-def write_csv(path: Path, measurements: Sequence[Measurement]) -> None:
-    """One line for all prompts of a measurement, and one for each category."""
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        for measurement in measurements:
-            whole = measurement.to_json()
-            for category, figures in [("all", whole), *measurement.per_category.items()]:
-                heat = {"temperature": measurement.temperature}
-                writer.writerow({**whole, **figures, **measurement.acceptance, **heat, "category": category})
-
-
-def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> list[str]:
-    """Labels for the measurements of one call: the family, and whatever else differs; batch size and nodes if shown."""
+def labels(measurements: Sequence[Measurement]) -> list[str]:
+    """Labels for the measurements of one call: the family, and whatever else differs."""
     families = {row.model: row.family for row in measurements}
     clear = len(set(families.values())) == len(families)
     sizes, heats = {row.batch_size for row in measurements}, {row.temperature for row in measurements}
@@ -45,46 +25,35 @@ def labels(measurements: Sequence[Measurement], sizes_shown: bool = True) -> lis
     names = []
     for row in measurements:
         parts = [row.family if clear else row.model.rstrip("/").rsplit("/")[-1]]
-        parts += [f"{row.tree_nodes} nodes"] if swept and sizes_shown else []
-        parts += [f"batch {row.batch_size}"] if len(sizes) > 1 and sizes_shown else []
+        parts += [f"{row.tree_nodes} nodes"] if swept else []
+        parts += [f"batch {row.batch_size}"] if len(sizes) > 1 else []
         parts += [f"T={row.temperature:g}"] if len(heats) > 1 else []
         parts += [f"lookup {copied}"] if (copied := row.acceptance.get("prompt_lookup_num_tokens")) is not None else []
-        if not row.lossless:
-            parts.append(f"{row.acceptance['acceptance']} {row.acceptance.get('posterior_threshold', '')}".strip())
+        parts += [] if row.lossless else [row.acceptance["acceptance"]]
         names.append(" ".join(parts))
     return names
 
 
-def tables(measurements: Sequence[Measurement]) -> list[Table]:
-    """What the command line prints; for a curve over temperatures only the summary."""
-    if len({row.temperature for row in measurements}) > 1:
-        return [summary_table(measurements)]
-    categories = {category for row in measurements for category in row.per_category}
-    views = (summary_table, *((category_table,) if len(categories) > 1 else ()), details_table)
-    return [view(measurements) for view in views]
-
-
-def summary_table(measurements: Sequence[Measurement]) -> Table:
-    """One line per measurement."""
-    counts = sorted({row.prompts for row in measurements})
-    prompts = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-    columns = ("nodes", "batch", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread", "effi-\nciency")
-    table = plain_table("1 prompt" if prompts == "1" else f"{prompts} prompts", *columns, "same\ntext")
-    for label, row in zip(labels(measurements, sizes_shown=False), measurements):
+def table(measurements: Sequence[Measurement]) -> Table:
+    """What the command line prints: each measurement, below it its categories, and what else it was compared with."""
+    columns = ("prompts", "nodes", "batch", "tokens\n/ step", "base\ntok/s", "heads\ntok/s", "speedup", "spread")
+    shown = plain_table("", *columns, "effi-\nciency", "same\ntext")
+    for label, row in zip(labels(measurements), measurements):
         low, high = row.speedup_spread
-        table.add_row(
-            label + ("" if row.complete else " *"),
-            str(row.tree_nodes or "-"),
-            str(row.batch_size),
-            _figure(row.tokens_per_step),
-            f"{row.base_tokens_per_second:.0f}",
-            f"{row.tokens_per_second:.0f}",
-            _figure(row.speedup),
-            f"{low:.2f}-{high:.2f}",
-            _figure(row.efficiency),
-            same_text(row),
-        )
-    return table
+        size, whole = (str(row.tree_nodes or "-"), str(row.batch_size)), _speeds(vars(row))
+        end = (f"{low:.2f}-{high:.2f}", _figure(row.efficiency), same_text(row))
+        shown.add_row(label + ("" if row.complete else " *"), str(row.prompts), *size, *whole, *end)
+        for category, part in row.per_category.items() if len(row.per_category) > 1 else ():
+            shown.add_row(f"  {category}", str(part["prompts"]), "", "", *_speeds(part))
+        for name, other in row.compared.items():
+            speeds = ("-", "-") if other is None else (f"{other['tokens_per_second']:.0f}", _figure(other["speedup"]))
+            shown.add_row(f"  {name}", "", "", "", "", "", *speeds)
+    return shown
+
+
+def _speeds(part: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    speeds = (f"{part[name]:.0f}" for name in ("base_tokens_per_second", "tokens_per_second"))
+    return _figure(part["tokens_per_step"]), *speeds, _figure(part["speedup"])  # type: ignore[return-value]
 
 
 def same_text(measurement: Measurement) -> str:
@@ -122,45 +91,6 @@ def _pace_in_words(measurement: Measurement) -> str:
     if measurement.calibrated:  # then the tree is the best there is, or there is none
         return pace + ", with the tree that was calibrated here" + ("" if measurement.captured else "; try --captured")
     return pace + "; calibrate (`hf-drafthead calibrate`)" + ("" if measurement.captured else ", or --captured")
-
-
-def category_table(measurements: Sequence[Measurement]) -> Table:
-    """Speedup and tokens per step by category, the measurements side by side."""
-    table = plain_table("speedup (tokens per step)", *labels(measurements))
-    categories = dict.fromkeys(category for row in measurements for category in row.per_category)
-    for category in categories:
-        parts = [row.per_category.get(category) for row in measurements]
-        cells = [f"{part['speedup']:.2f} ({_figure(part['tokens_per_step'])})" if part else "-" for part in parts]
-        table.add_row(category, *cells)
-    return table
-
-
-def details_table(measurements: Sequence[Measurement]) -> Table:
-    """The time of each stage of a step, the accuracy of the heads, and the other methods; side by side."""
-    table = plain_table("", *labels(measurements))
-
-    def line(name: str, cells: list[str]) -> None:
-        if set(cells) != {"-"}:
-            table.add_row(name, *cells)
-
-    for stage in (*STAGES, "rest", "step"):
-        line(f"{stage}, ms per step", [_figure((row.time_split or {}).get(stage)) for row in measurements])
-    if any(row.drafting_share not in (None, 1.0) for row in measurements):
-        drafting = [row.drafting_share for row in measurements]
-        line("steps that drafted", ["-" if share is None else f"{100 * share:.0f} %" for share in drafting])
-        line("tokens in each of these", [_figure(row.tokens_per_drafting_step) for row in measurements])
-    heads = max(len(row.head_accuracy or []) for row in measurements)
-    for head in range(heads):
-        shares = [(row.head_accuracy or [])[head : head + 1] for row in measurements]
-        cells = [f"{100 * share[0][0]:.0f} / {100 * share[0][-1]:.0f} %" if share else "-" for share in shares]
-        line(f"head {head + 1}, top 1 / top 5", cells)
-    for name in dict.fromkeys(name for row in measurements for name in row.compared):
-        figures = [row.compared.get(name) for row in measurements]
-        line(f"{name}, speedup", ["-" if other is None else f"{other['speedup']:.2f}" for other in figures])
-    for who in dict.fromkeys(name for row in measurements for name in row.peak_memory or {}):
-        peaks = [(row.peak_memory or {}).get(who) for row in measurements]
-        line(f"{who}, peak memory", ["-" if peak is None else f"{peak / 2**20:.0f} MiB" for peak in peaks])
-    return table
 
 
 def plain_table(first: str, *columns: str) -> Table:

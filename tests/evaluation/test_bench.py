@@ -12,7 +12,7 @@ from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation import calls, measurement, report, rounding
 from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
-from hf_drafthead.evaluation.questions import UNCATEGORISED, Question
+from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.generation import StepRecord, step
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
@@ -219,11 +219,6 @@ def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
 def test_of_a_captured_step_only_the_whole_is_timed(loaded):
     split = measurement.time_split([StepRecord(1, [[5]], [[0]], [1], 8, {"step": 0.5})])
     assert split == {"step": 500.0} and measurement.time_split([]) is None
-    (found,) = measured(loaded, PROMPTS[:1])
-    captured = dataclasses.replace(found, time_split=split)
-    names = report.details_table([captured]).columns[0]._cells
-    assert "step, ms per step" in names and not any("walk" in name for name in names)
-    assert "walk, ms per step" in report.details_table([found]).columns[0]._cells
 
 
 def undrafted_where(monkeypatch, length):
@@ -333,21 +328,15 @@ def out_of_memory_above(rows: int, monkeypatch, calls_before: int = 0):
     monkeypatch.setattr(DraftHeadGenerationMixin, "generate", limited)
 
 
-def test_out_of_memory_steps_the_batch_down_and_keeps_what_was_measured(loaded, monkeypatch):
+def test_where_the_memory_runs_out_what_was_measured_is_kept(loaded, monkeypatch):
     out_of_memory_above(1, monkeypatch, calls_before=3)  # the warm-up, and one round of two calls
-    notices = []
     questions = [dataclasses.replace(prompt, category="x") for prompt in PROMPTS]
-    halves, alone = measured(loaded, questions, batch_sizes=[2], notify=notices.append)
-    assert (halves.batch_size, halves.prompts, halves.complete, halves.stopped) == (2, 2, False, "out of memory")
-    assert (alone.batch_size, alone.prompts, alone.complete, alone.stopped) == (1, 4, True, None)
-    told = "out of memory at a batch size of 2: 2 prompts were measured, continuing with a batch size of 1."
-    assert notices == [told]
-
-
-def test_out_of_memory_with_a_single_prompt_is_refused(loaded, monkeypatch):
-    out_of_memory_above(0, monkeypatch)
-    with pytest.raises(OSError, match="there is not enough memory for a single prompt: use a smaller model"):
-        measured(loaded, batch_sizes=[2])
+    (some,) = measured(loaded, questions, batch_sizes=[2, 1])
+    assert (some.batch_size, some.prompts, some.complete, some.stopped) == (2, 2, False, "out of memory")
+    whole = measured(loaded, questions, batch_sizes=[1, 2])[-1]
+    assert (whole.batch_size, whole.prompts, whole.complete, whole.stopped) == (1, 4, True, "out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        measured(loaded, questions, batch_sizes=[2])
 
 
 def test_an_interruption_leaves_what_was_measured_and_is_marked(loaded, monkeypatch):
@@ -366,28 +355,23 @@ def test_an_interruption_leaves_what_was_measured_and_is_marked(loaded, monkeypa
         measured(loaded)
 
 
-@pytest.mark.parametrize("moment", ["loading", "warm-up"])
-def test_an_interruption_between_two_measurements_ends_the_plan_and_is_told(loaded, monkeypatch, moment):
+def test_an_interruption_ends_the_plan_and_is_told(loaded, monkeypatch):
     warm_up, begun, kept = benching.BenchRun._warm_up, [], []
 
     def loading(name):
         begun.append(name)
-        if (moment, name) == ("loading", "b"):
-            raise KeyboardInterrupt
         return loaded
 
     def warming(self, given):
-        if (moment, self.batch_size) == ("warm-up", 2):
+        if self.batch_size == 2:
             raise KeyboardInterrupt
         warm_up(self, given)
 
     monkeypatch.setattr(benching.BenchRun, "_warm_up", warming)
-    sizes = [1] if moment == "loading" else [1, 2]
-    how = {"trees": [TREE], "batch_sizes": sizes, "options": {"repeats": 1}}
+    how = {"trees": [TREE], "batch_sizes": [1, 2], "options": {"repeats": 1}}
     asked = benching.BenchPlan(["a", "b", "c"], loading, PROMPTS[:1], GREEDY, **how)
     asked.carry_out(begin=lambda name: lambda: None, notify=print, keep=lambda found: kept.append(list(found)))
-    assert begun == (["a", "b"] if moment == "loading" else ["a"])
-    assert [one.stopped for one in kept[-1]] == ["interrupted"]
+    assert begun == ["a"] and [one.stopped for one in kept[-1]] == ["interrupted"]
 
 
 def test_copies_are_measured_with_every_acceptance_that_they_go_with():
@@ -407,14 +391,6 @@ def test_without_copies_those_of_the_calibration_are_left_out(loaded, monkeypatc
         methods[calls.HEADS](calls.encode(model, tokenizer, ["a"]), GREEDY)
     assert asked[0]["calibration"] == [{"tree": [[0]], "lookup": 0}] and "prompt_lookup_num_tokens" not in asked[0]
     assert asked[1]["prompt_lookup_num_tokens"] == 4 and "calibration" not in asked[1] and entry["lookup"] == 3
-
-
-def test_a_batch_size_without_room_for_a_prompt_is_told(loaded, monkeypatch):
-    out_of_memory_above(1, monkeypatch)
-    notices = []
-    (found,) = measured(loaded, batch_sizes=[1, 2], notify=notices.append)
-    assert found.complete and found.stopped is None
-    assert notices == ["out of memory at a batch size of 2: 0 prompts were measured."]
 
 
 def test_others_are_compared_in_the_same_run(loaded, monkeypatch):
@@ -489,26 +465,23 @@ def test_an_assistant_that_is_not_there_is_refused(loaded):
         calls.decoding_methods(*loaded, compare=["assistant=nowhere/at/all"])
 
 
-def test_tables_and_csv_tell_measurements_apart(loaded, tmp_path):
-    one, two = measured(loaded, batch_sizes=[1, 2])
+def test_a_table_tells_measurements_apart(loaded):
+    one, two = measured(loaded, batch_sizes=[1, 2], compare=["prompt-lookup"])
     other = dataclasses.replace(one, model="other", family="hydra")
     assert report.labels([one, two]) == ["medusa batch 1", "medusa batch 2"]
     assert report.labels([one, other]) == ["medusa", "hydra"]
     assert report.labels([one, dataclasses.replace(other, family="medusa")]) == ["medusa", "other"]
-    for table in report.tables([one, two, other]):
-        assert table.row_count > 1
-    report.write_csv(tmp_path / "figures.csv", [one, two])
-    lines = (tmp_path / "figures.csv").read_text().splitlines()
-    assert len(lines) == 1 + 2 * 3
-    assert lines[1].split(",")[1:8] == ["medusa", "exact", "", "0.0", "1", "all", "4"]
+    typical = dataclasses.replace(one, acceptance={"acceptance": "typical"}, complete=False)
+    columns = [column._cells for column in report.table([one, two, typical]).columns]
+    assert columns[0] == [
+        *("medusa batch 1", "  x", "  y", "  prompt-lookup"),
+        *("medusa batch 2", "  x", "  y", "  prompt-lookup"),
+        *("medusa batch 1 typical *", "  x", "  y", "  prompt-lookup"),
+    ]
+    assert columns[1][:4] == ["4", "3", "1", ""] and columns[6][7] == "-"  # for one prompt at a time only
+    assert (
+        columns[4][0] == f"{one.tokens_per_step:.2f}"
+        and columns[7][3] == f"{two.compared and one.compared['prompt-lookup']['speedup']:.2f}"
+    )
     assert report.to_json([one], questions="q")["questions"] == "q"
-    some = [Question(("ab",)), Question(("cd",), "x"), Question(("ef",), "x")]
-    (found,) = measured(loaded, some)
-    report.write_csv(tmp_path / "figures.csv", [found])
-    lines = (tmp_path / "figures.csv").read_text().splitlines()
-    assert [line.split(",")[6:8] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["x", "2"]]
-    found.per_category["all"] = found.per_category.pop("x")  # a name that a file may give as well
-    report.write_csv(tmp_path / "figures.csv", [found])
-    lines = (tmp_path / "figures.csv").read_text().splitlines()
-    assert [line.split(",")[6:8] for line in lines[1:]] == [["all", "3"], [UNCATEGORISED, "1"], ["all", "2"]]
     assert [row["batch_size"] for row in report.to_json([one, two])["rows"]] == [1, 2]
