@@ -201,7 +201,7 @@ def test_texts_to_stop_at_are_looked_for(run, tmp_path):
         (["--questions", "{folder}/prompts.jsonl", "--compare", "x", *map(str, QUICK)], "--compare 'x' is not known: "),
         (
             ["--questions", "{folder}/prompts.jsonl", "--json", "no/such/x"],
-            "--json 'no/such/x' lies in 'no/such', whic",
+            "--json 'no/such/x' lies in 'no/such'",
         ),
         (["--questions", "{folder}/prompts.jsonl", "--set", "x=1", *map(str, QUICK)], "`model_kwargs` are not used by"),
         ([], "Missing option '--questions': see `hf-drafthead bench --help`."),
