@@ -58,11 +58,11 @@ def test_a_difference_ends_with_1_and_the_shortest_prompt_that_shows_it(run, tmp
     file = tmp_path / "verdict.json"
     code, out, err = run("--batch-size", 1, "--json", file)
     assert code == 1
-    assert err.startswith("hf-drafthead: greedy: the shortest prompt that shows a difference is 'ef f'; after 7 new ")
+    assert err.startswith("hf-drafthead: greedy: the shortest prompt with a difference is 'def f'; after 7 new ")
     assert err.count("\n") == 1
     verdict = json.loads(file.read_text())
     assert verdict["identical"] is False
-    assert verdict["shortest"]["text"] == "ef f" and verdict["shortest"]["heads"] == verdict["shortest"]["base"] + 1
+    assert verdict["shortest"]["text"] == "def f" and verdict["shortest"]["heads"] == verdict["shortest"]["base"] + 1
     assert [check["different"] for check in verdict["checks"]] == [2, 2, 2]
 
 

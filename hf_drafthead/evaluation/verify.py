@@ -41,13 +41,9 @@ class Difference(FirstDifference):
         theirs, ours = ("its end" if token is None else repr(tokenizer.decode([token])) for token in tokens)
         margin = "" if self.margin is None else f", {self.margin:.3g} apart in the base's logits"
         return (
-            f"{self.check}: the shortest prompt that shows a difference is {tokenizer.decode(self.prompt)!r}{where}; "
+            f"{self.check}: the shortest prompt with a difference is {tokenizer.decode(self.prompt)!r}{where}; "
             f"after {self.position} new tokens the base has {theirs} and the heads have {ours}{margin}."
         )
-
-    def to_json(self, tokenizer: Any) -> dict[str, Any]:
-        """All fields, and the prompt as text."""
-        return {**asdict(self), "text": tokenizer.decode(self.prompt)}
 
 
 @dataclass
@@ -93,13 +89,18 @@ class Verdict:
 
     about: dict[str, Any]
     checks: list[Check]
-    shortest: Difference | None  # prompt that shows a fault
     stopped: bool = False  # whether it was interrupted
 
     @property
     def differences(self) -> list[Difference]:
         """Of all checks."""
         return [difference for check in self.checks for difference in check.differences]
+
+    @property
+    def shortest(self) -> Difference | None:
+        """The fault with the shortest prompt."""
+        faults = [fault for check in self.checks for fault in check.faults]
+        return min(faults, key=lambda fault: (len(fault.prompt), fault.rows), default=None)
 
     @property
     def unverified(self) -> list[str]:
@@ -132,18 +133,17 @@ class Verdict:
         return not self.unverified and (none if self.about["exact"] else not self.counts["faults"])
 
     def to_json(self, tokenizer: Any) -> dict[str, Any]:
-        """What was seen in all and in each check, every near tie, and the shortest prompt of a fault."""
-        counts = self.counts
+        """What was seen in all and in each check, and the shortest prompt of a fault."""
+        shortest = self.shortest
         return {
             **self.about,
             "identical": not self.differences,
             "passed": self.passed,
             "unverified": self.unverified,
             "complete": not self.stopped,
-            "differences": counts,
+            "differences": self.counts,
             "checks": [check.to_json() for check in self.checks],
-            "near_ties": [difference.to_json(tokenizer) for difference in self.differences if difference.near_tie],
-            "shortest": None if self.shortest is None else self.shortest.to_json(tokenizer),
+            "shortest": shortest and {**asdict(shortest), "text": tokenizer.decode(shortest.prompt)},
         }
 
 
@@ -196,7 +196,6 @@ def verify(
             "exact": is_exact(model),
         },
         checks=checks,
-        shortest=None if stopped else shortest_fault(model, checks, seed),
         stopped=stopped,
     )
 
@@ -299,22 +298,6 @@ def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: 
         first_seen = [at for at in inside if answer[at] not in answer[:at]]
         chosen.add(answer[(first_seen or inside or [len(answer) // 2])[-1]])
     return sorted(chosen)
-
-
-def shortest_fault(model: Any, checks: Sequence[Check], seed: int) -> Difference | None:
-    """The fault with the shortest prompt; if it occurs in a single row, the prompt is shortened from its start."""
-    faults = [(check, fault) for check in checks for fault in check.faults]
-    if not faults:
-        return None
-    check, shortest = min(faults, key=lambda pair: (len(pair[1].prompt), pair[1].rows))
-    size = 1
-    while shortest.rows == 1 and size < len(shortest.prompt):
-        again = Check(check.name, check.settings, 1, check.ends)
-        compare(model, again, [shortest.prompt[-size:]], seed)
-        if again.faults:
-            return again.faults[0]
-        size *= 2
-    return shortest
 
 
 def verdict_table(verdict: Verdict) -> Table:

@@ -9,7 +9,7 @@ from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.evaluation import rounding
 from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
-from hf_drafthead.evaluation.verify import Check, compare, groups, verify
+from hf_drafthead.evaluation.verify import groups, verify
 from hf_drafthead.generation import entry, noise, rules
 from hf_drafthead.trees.costs import StepCosts
 from hf_drafthead.trees.rank_paths import left_padded
@@ -48,7 +48,7 @@ def test_an_exact_model_passes_every_check(model):
     assert all(check.texts >= len(PROMPTS) and not check.undrafted for check in found.checks)
     assert len(calls) == 2 * 3 * (4 + 2) == verifying.calls(PROMPTS, batch_size=3, settings=SETTINGS)
     report = found.to_json(byte_tokenizer())
-    assert report["identical"] is True and report["near_ties"] == [] and report["shortest"] is None
+    assert report["identical"] is True and report["shortest"] is None
     seen = {"name": "greedy", "texts": 4, "same": 4, "calls": 4, "largest_margin": None}
     nothing = dict.fromkeys(("near_ties", "different", "undrafted_calls", "texts_with_other_scores"), 0)
     assert report["checks"][0] == {**seen, **nothing}
@@ -94,13 +94,7 @@ def test_a_planted_fault_is_found(model, monkeypatch, plant, found_by, passes):
     assert not report["identical"] and not report["passed"]
     assert faults[found_by] > 0
     assert passes is None or faults[passes] == 0
-    assert report["near_ties"] == []
-    if found.shortest.rows == 1:
-        again = Check("again", next(c for c in found.checks if c.name == found.shortest.check).settings, 1)
-        again.ends = found.shortest.check.startswith("end of text")
-        compare(model, again, [found.shortest.prompt], 0)
-        assert again.faults, "the prompt that is reported does not show the fault"
-    assert len(found.shortest.prompt) <= min(len(one.prompt) for check in found.checks for one in check.faults)
+    assert len(found.shortest.prompt) == min(len(one.prompt) for check in found.checks for one in check.faults)
 
 
 def test_a_generator_that_is_left_elsewhere_is_found(model, monkeypatch):
@@ -184,7 +178,7 @@ def test_a_tie_that_rounding_decides_is_no_fault(monkeypatch):
     assert found.in_words().endswith("in probability). The checks of exactness are --exact and --dtype float32.")
     report = found.to_json(byte_tokenizer())
     assert (report["identical"], report["passed"], report["differences"]["faults"]) == (False, True, 0)
-    assert report["differences"]["rounding"] == len(ties) == len(report["near_ties"])
+    assert report["differences"]["rounding"] == len(ties)
     assert {(tie.base, tie.heads) for tie in ties if "sampled" not in tie.check} <= {(3, 4), (4, 3)}
     assert max(tie.margin for tie in ties) < 1.0
 
