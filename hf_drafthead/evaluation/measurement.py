@@ -76,6 +76,7 @@ class Measurement:
     differences: dict[str, Any]  # of exact runs: how many texts rounding and faults changed, see `rounding.counted`
     per_category: dict[str, dict[str, Any]]
     tree_nodes: int
+    steps: int  # of all rows, without the prompts' forwards
     drafting_share: float | None  # of the steps; in the others a switch left the root alone
     tokens_per_drafting_step: float | None
     transformers: str
@@ -133,6 +134,7 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
         speedup_over_compiled=None if compiled is None else compiled["speedup_of_heads"],
         efficiency=None if tau is None else whole["speedup"] / tau,
         per_category={name: figures([batch for batch in rounds if batch.category == name]) for name in categories},
+        steps=sum(int((batch.accepted > 0).sum()) for batch in rounds),
         tree_nodes=max((step.drafted for step in steps), default=0),
         **drafting_steps(steps),
         speedup_spread=[min(speedups), max(speedups)],

@@ -82,8 +82,8 @@ def by_bench(
     (found,) = bench(model, tokenizer, [question], settings, repeats=repeats)
     told.seconds["base"] += found.new_tokens / found.base_tokens_per_second
     told.seconds["heads"] += found.new_tokens / found.tokens_per_second
-    told.emitted += sum(length * count for length, count in found.accepted_lengths.items())
-    told.steps += sum(found.accepted_lengths.values())
+    told.emitted += round(found.steps * (found.tokens_per_step or 0))
+    told.steps += found.steps
     told.tokens += found.new_tokens
 
 
