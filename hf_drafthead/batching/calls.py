@@ -33,11 +33,11 @@ def running_manager(
         model: with draft heads.
         generation_config, continuous_batching_config, workload_hints, settings: see `Manager`.
         block, timeout: whether to wait for the end, and for how many seconds.
-        persistent_manager: keep the manager with the model.
+        persistent_manager: as transformers takes it; what is worth keeping, programs and their memory, stays anyway.
         warmup: find out how to decode before requests come.
     """
-    manager = Manager.of(model, generation_config, continuous_batching_config, workload_hints, **settings)
-    if warmup and not manager.warmed_up:
+    manager = Manager(model, generation_config, continuous_batching_config, workload_hints, **settings)
+    if warmup:
         manager.warmup()
     manager.start()
     failed = True
@@ -45,9 +45,7 @@ def running_manager(
         yield manager
         failed = False
     finally:
-        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager, hard_stop=failed)
-        if not persistent_manager and block:
-            manager.destroy()
+        manager.stop(block=block, timeout=timeout, hard_stop=failed)
 
 
 def generate_batch(
@@ -70,11 +68,10 @@ def generate_batch(
         model: with draft heads.
         inputs: the prompts' token ids.
         generation_config: of all requests.
-        continuous_batching_config: see `Manager`.
+        continuous_batching_config, slots, draft_tree: see `Manager`.
         record_timestamps: results say when each token came.
         progress_bar: show one.
         persistent_manager, warmup: see `running_manager`.
-        slots, draft_tree: see `Manager`.
         settings: of all requests, whatever `generate` takes: `max_new_tokens`, `do_sample`, `seed`, ...
 
     Returns:
@@ -84,29 +81,17 @@ def generate_batch(
     if not inputs:
         return {}
     several = config_value("num_return_sequences", settings, generation_config, model.generation_config) or 1
-    settings["num_return_sequences"] = several
     hints = SimpleNamespace(num_requests=len(inputs) * several)
-    manager_of = running_manager(
-        model,
-        generation_config,
-        continuous_batching_config=continuous_batching_config,
-        persistent_manager=persistent_manager,
-        warmup=warmup,
-        workload_hints=hints,
-        slots=slots,
-        draft_tree=draft_tree,
-    )
+    how: dict[str, Any] = {"warmup": warmup, "workload_hints": hints, "slots": slots, "draft_tree": draft_tree}
     results: dict[str, GenerationOutput] = {}
-    with manager_of as manager:
-        manager.generation_config = generation_config
-        ids = manager.add_requests(inputs, record_timestamps=record_timestamps, **settings)
-        children = [[f"{parent}__child#{child}" for child in range(several - 1)] for parent in ids]
-        order = [name for parent, others in zip(ids, children) for name in (*others, parent)]
-        with logging.tqdm(total=len(order), disable=not progress_bar, unit="request") as bar:
-            for name in order:
-                result = manager.get_result(name)
+    with running_manager(
+        model, generation_config, continuous_batching_config=continuous_batching_config, **how
+    ) as manager:
+        settings |= {"num_return_sequences": several, "record_timestamps": record_timestamps}
+        for name in logging.tqdm(manager.add_requests(inputs, **settings), disable=not progress_bar, unit="request"):
+            for each in (*(f"{name}__child#{child}" for child in range(several - 1)), name):
+                result = manager.get_result(each)
                 if result is None:
                     raise RuntimeError("the thread that decodes has ended before all requests were finished.")
-                results[name] = result
-                bar.update()
+                results[each] = result
     return results

@@ -1,35 +1,54 @@
 """The manager of many requests, with the methods and results of transformers' own for continuous batching.
 
-Manager         arguments into requests, results for who asks: any thread
-  tracker       requests that wait, results that nobody has taken, behind one lock
-  worker        the thread that decodes: started, stopped, paused
-    scheduler   who joins, who leaves, and what happens to those that fail
-      batch     the slots, and the step of all who are in them
+Manager       arguments into requests, results for who asks: any thread; the thread that decodes
+  tracker     requests that wait, results that nobody has taken, behind one lock
+  scheduler   who joins, who leaves, and what happens to those that fail
+    batch     the slots, and the step of all who are in them
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import time
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.utils import logging
 
 from hf_drafthead.bases.releases import GenerationOutput, table_of_positions
-from hf_drafthead.batching.requests import Request, config_value
+from hf_drafthead.batching.requests import OBJECTS, Request, config_value
 from hf_drafthead.batching.scheduler import Scheduler, device_of
 from hf_drafthead.batching.tracker import RequestTracker
-from hf_drafthead.batching.worker import Worker
+from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
-from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.trees.rows import Plans
 
+logger = logging.get_logger(__name__)
+
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
+LAST_STEP = 10.0  # seconds for which a process that ends waits for the thread
+STOPPED = "the manager was stopped: start() it again, or make a new one."
+FORKED = "the process was forked, and the thread that decodes is in the other one: start() the manager here."
+ENDING = "the manager is being stopped: start() it in another thread than the one that decodes."
+
+MANAGERS: weakref.WeakSet[Manager] = weakref.WeakSet()  # of this process
+
+
+def _forked() -> None:
+    for manager in MANAGERS:
+        manager._forget_thread()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Manager:
@@ -75,7 +94,6 @@ class Manager:
         most_waiting = _count("max_queue_size", max_queue_size, getattr(self.config, "max_queue_size", None), 0)
         seed = getattr(self.config, "seed", None)
         self.tokenizer = tokenizer
-        self.warmed_up = False
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         self.tracker = RequestTracker(most_waiting or 0)
         looks_up = lookup_answers or lookup_texts is not None
@@ -83,55 +101,18 @@ class Manager:
         plans = Plans(model, generation_config, asked, wanted, draft_tree, texts)
         answers = texts if lookup_answers else None
         self.scheduler = Scheduler(model, self.tracker, plans, longest_pause, answers)
-        self.worker = Worker(self.tracker, self.scheduler)
-        self.made_with: dict[str, Any] = {}
-        # a thread whose manager nobody has any more finishes what was asked, and ends
-        weakref.finalize(self, self.worker.stop, cancel=False).atexit = False
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the model has no manager; a thread cannot be copied."""
-        return type(None), ()
-
-    @property
-    def num_return_sequences(self) -> int:
-        """How many texts `add_requests` asks for with each prompt where it does not say."""
-        return config_value("num_return_sequences", self.generation_config, self.model.generation_config) or 1
+        self.background_thread_status = SimpleNamespace(fatal_error=None)  # of what the thread has died
+        self._thread: threading.Thread | None = None
+        self._stopping: str | None = None  # "drain", or "cancel", after which no further step is taken
+        self._step = threading.RLock()  # held by the thread within a step, and by others while they pause it
+        self._pauses = 0  # threads that pause it, or wait for that
+        self._pausing: int | None = None  # which of them does
+        MANAGERS.add(self)
 
     @property
     def slots(self) -> int:
         """Requests at once, fewer once memory was short."""
         return self.scheduler.slots
-
-    @property
-    def background_thread_status(self) -> Any:
-        """Whose `fatal_error` is what the thread has died of, else None."""
-        return self.worker.status
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        generation_config: GenerationConfig | None = None,
-        continuous_batching_config: Any = None,
-        workload_hints: Any = None,
-        **settings: Any,
-    ) -> Manager:
-        """The manager that an earlier session has kept with the model, if it is as asked for; else a new one."""
-        session = model.__dict__.get("_cached_continuous_batching_manager")
-        tree = settings.get("draft_tree")
-        config = model._merged_config(generation_config, {})[0]
-        lookup, execution = config.prompt_lookup_num_tokens, Execution.wanted(model, config)
-        drafting = DraftSettings.from_config(config, draft_tree=tree), lookup, execution
-        asked = {"continuous_batching_config": continuous_batching_config, **settings, "drafting": drafting}
-        if isinstance(session, cls) and session.model is model:
-            if all(value is None or session.made_with.get(name) == value for name, value in asked.items()):
-                model.eval()
-                session.generation_config = generation_config or session.generation_config
-                return session
-            session.destroy()
-        manager = cls(model, generation_config, continuous_batching_config, workload_hints, **settings)
-        manager.made_with = asked
-        return manager
 
     # ---- asking
 
@@ -201,15 +182,16 @@ class Manager:
         settings.setdefault("tokenizer", self.tokenizer)
         if shared := {name for name in SHARED if settings.get(name) is not None}:
             raise ValueError(f"{', '.join(sorted(shared))}: steps are shared, give it to init_continuous_batching.")
-        return Request("", prompt, settings, None, keeps_logprobs=bool(getattr(self.config, "return_logprobs", False)))
+        return Request("", prompt, settings, keeps_logprobs=bool(getattr(self.config, "return_logprobs", False)))
 
     def _give_noise(self, request: Request, seed: int | None) -> None:
         """Let a request draw from where its own call would; where it has no seed that moves a generator."""
         settings = request.settings
         sampled = config_value("do_sample", settings, settings.get("generation_config"), self.model.generation_config)
+        request.samples = bool(sampled)
         if seed is None and self._seeds is not None:
             seed = int(torch.randint(1 << 62, (), generator=self._seeds))
-        if sampled or request.objects or seed is not None:
+        if sampled or any(settings.get(name) for name in OBJECTS):
             request.random = RandomNumbers.of_request(device_of(self.model), seed)
 
     def add_requests(
@@ -227,9 +209,10 @@ class Manager:
         `ID__child#NUMBER`, and where there is a seed, those that follow it.
         """
         ids: list[str] = []
-        config = settings.get("generation_config")
-        several = num_return_sequences or config_value("num_return_sequences", config) or self.num_return_sequences
-        seed = config_value("seed", settings, config or self.generation_config)
+        config = settings.get("generation_config") or self.generation_config
+        asked = {"num_return_sequences": num_return_sequences}
+        several = config_value("num_return_sequences", asked, config, self.model.generation_config) or 1
+        seed = config_value("seed", settings, config)
         settings["num_return_sequences"] = 1
         for prompt in inputs:
             for child in range(-1, several - 1):
@@ -248,7 +231,7 @@ class Manager:
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, or the next of one request; None after `timeout` seconds, or where none will come."""
         if timeout is None:
-            self.worker.refuse_own_thread("get_result()")
+            self._refuse_own_thread("get_result()")
         return self.tracker.result(request_id, timeout, self.is_running)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -275,7 +258,7 @@ class Manager:
 
     def is_running(self) -> bool:
         """Whether the thread decodes, or waits for something to decode."""
-        return self.worker.is_running()
+        return self._thread is not None and self._thread.is_alive()
 
     def warmup(self) -> None:
         """Find out how to run the base and how to draft, before requests come, and make programs of compiled steps.
@@ -285,7 +268,6 @@ class Manager:
         if self.is_running():
             raise RuntimeError("the manager runs already: warm it up before start().")
         self.scheduler.warm_up()
-        self.warmed_up = True
 
     def start(self) -> None:
         """Start the thread that decodes; where it runs, let it take requests again.
@@ -293,38 +275,65 @@ class Manager:
         A thread that finishes what it has, after `stop(block=False)`, goes on instead of ending, and so does whoever
         waits for its end.
         """
-        self.worker.start()
+        changed = self.tracker.changed
+        with changed:
+            if self._stopping == "cancel" and self._thread is threading.current_thread():
+                raise RuntimeError(ENDING)
+            # until it has ended, which is no longer than a step
+            changed.wait_for(lambda: not (self.is_running() and self._stopping == "cancel"))
+            self._stopping = self.background_thread_status.fatal_error = self.tracker.closed = None
+            changed.notify_all()
+            if not self.is_running():
+                inference = torch.is_inference_mode_enabled()
+                self._thread = threading.Thread(
+                    target=self._run, args=(inference,), name="hf_drafthead batch", daemon=True
+                )
+                self._thread.start()
+                atexit.register(self._leave)
 
-    def stop(
-        self,
-        block: bool = True,
-        timeout: float | None = None,
-        keep_for_next_session: bool = False,
-        hard_stop: bool = False,
-    ) -> None:
+    def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
         """Take no more requests. Those that wait and run are finished first; with `hard_stop` they end with an error.
 
-        Args:
-            block: wait for that, `timeout` seconds at most.
-            keep_for_next_session: keep this manager with the model, for `init_continuous_batching`.
+        `block` waits for that, `timeout` seconds at most.
         """
-        begun = time.perf_counter()
-        self.worker.stop(cancel=hard_stop)
+        if self._pausing == threading.get_ident():
+            raise RuntimeError("a manager cannot be stopped by a thread that pauses it: leave `pause` first.")
+        with self.tracker.changed:
+            self._stopping = "cancel" if hard_stop else self._stopping or "drain"
+            self.tracker.closed = self.tracker.closed or STOPPED
+            self.tracker.changed.notify_all()
         if block:
-            self.join(begun, timeout)
-        if keep_for_next_session:
-            self.model.__dict__["_cached_continuous_batching_manager"] = self
+            self.join(timeout)
 
-    def join(self, stop_trigger_time: float | None = None, timeout: float | None = None) -> None:
-        """Wait for the end of the thread, `timeout` seconds at most."""
-        self.worker.join(timeout)
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of a thread that was told to stop, `timeout` seconds at most, or until it is to go on."""
+        if self._thread is threading.current_thread():
+            return
+        with self.tracker.changed:
+            ended = self.tracker.changed.wait_for(lambda: not (self.is_running() and self._stopping), timeout)
+        if not ended:
+            logger.warning(f"The thread that decodes has not ended within {timeout} s.")
 
-    def destroy(self) -> None:
-        """Stop, and let go of all memory."""
-        self.stop(block=True)
-        self.model.__dict__.pop("_cached_continuous_batching_manager", None)
-        if not self.is_running():  # nor was it started by another thread meanwhile
-            self.scheduler.batch = None
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Between two steps nothing is decoded meanwhile, so that weights can be changed; requests go on afterwards."""
+        self._refuse_own_thread("pause()")
+        with self.tracker.changed:
+            if not self.is_running():
+                raise RuntimeError("the manager does not run: there is nothing to pause.")
+            self._pauses += 1
+        try:
+            with self._step:
+                before, self._pausing = self._pausing, threading.get_ident()
+                self.scheduler.epoch += 1
+                try:
+                    yield
+                finally:
+                    self._pausing = before
+        finally:
+            with self.tracker.changed:
+                self._pauses -= 1
+                self.tracker.changed.notify_all()
 
     def learn(self, **settings: Any) -> Any:
         """Let the heads learn from what they serve, from now on, while nobody waits and in a share of the other time.
@@ -347,11 +356,60 @@ class Manager:
             self.tracker.changed.notify_all()
         return learner
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Between two steps nothing is decoded meanwhile, so that weights can be changed; requests go on afterwards."""
-        with self.worker.pause():
-            yield
+    # ---- the thread
+
+    def _refuse_own_thread(self, call: str) -> None:
+        if self._thread is threading.current_thread():
+            raise RuntimeError(f"{call} in the thread that decodes would wait for itself: call it in another thread.")
+
+    def _forget_thread(self) -> None:
+        """In a process that was forked, which has none of the threads: requests are refused until `start`."""
+        if self._thread is not None:
+            self.tracker.forget_all(FORKED)
+            self.scheduler.forget()
+            self._thread, self._pauses, self._pausing, self._step = None, 0, None, threading.RLock()
+
+    def _leave(self) -> None:
+        """Before the interpreter ends: a thread in the middle of torch would abort the process."""
+        self.stop(timeout=LAST_STEP, hard_stop=True)
+
+    def _run(self, inference: bool) -> None:
+        error: BaseException = RuntimeError("the manager was stopped before this request was finished")
+        try:
+            with torch.inference_mode(inference):
+                self._loop()
+        except BaseException as fatal:
+            error, died = fatal, f"the thread that decodes has died of {type(fatal).__name__}: {fatal}"
+            self.background_thread_status.fatal_error, self.tracker.closed = fatal, died
+            logger.error(died[0].upper() + died[1:])
+        try:
+            with torch.inference_mode(inference):
+                self.scheduler.fail_all(error)
+        finally:
+            atexit.unregister(self._leave)
+            with self.tracker.changed:
+                self._stopping, self.tracker.closed = "cancel", self.tracker.closed or STOPPED
+                self._thread = None
+                self.tracker.changed.notify_all()
+
+    @with_room
+    def _loop(self) -> None:
+        while self._wait():
+            with self._step:
+                self.scheduler.advance()
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False where that is to end."""
+        with self.tracker.changed:
+            while True:
+                if self._stopping == "cancel" or (self._stopping and not self.scheduler.has_work):
+                    self._stopping = "cancel"
+                    return False
+                learner = self.scheduler.learner
+                busy = self.scheduler.has_work or (learner is not None and learner.wants)
+                if busy and not self._pauses:
+                    return True
+                self.tracker.changed.wait()
 
 
 def _learning() -> Any:
@@ -362,17 +420,16 @@ def _learning() -> Any:
 
 
 def _checked(input_ids: Any, base: Any) -> list[int]:
-    """A prompt as a list of token ids that the base reads.
+    """A prompt as a list of token ids that the base reads, else ValueError.
 
-    Raises:
-        ValueError: it is none. On a GPU a token that is not there would end all that runs, and the process's use of it.
+    On a GPU a token that is not there would end all that runs, and the process's use of it.
     """
     if isinstance(input_ids, torch.Tensor):
         if input_ids.dim() == 2 and len(input_ids) == 1:
             input_ids = input_ids[0]
         input_ids = input_ids.tolist()
     prompt = list(input_ids)
-    if not prompt or any(isinstance(token, bool) or not isinstance(token, int) for token in prompt):
+    if not prompt or any(type(token) is not int for token in prompt):
         shown = repr(prompt if len(prompt) < 6 else [*prompt[:5], "..."])
         raise ValueError(f"the prompt is {shown}: expected the token ids of one text, at least one.")
     rows = getattr(base.get_input_embeddings(), "num_embeddings", None)
@@ -388,13 +445,9 @@ def _checked(input_ids: Any, base: Any) -> list[int]:
 
 
 def _count(name: str, argument: int | None, of_config: int | None, least: int) -> int | None:
-    """A number of requests, given or the config's; None where none is said.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A number of requests, given or the config's; None where none is said."""
     value = of_config if argument is None else argument
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+    if value is not None and (type(value) is not int or value < least):
         what = {"slots": "requests that are decoded at once", "max_queue_size": "requests that wait, 0 for any"}[name]
         raise ValueError(f"{name} is {value!r}: expected the number of {what}, from {least} on.")
     return value

@@ -19,6 +19,7 @@ from hf_drafthead.generation.settings import DraftPlan, DraftSettings
 from hf_drafthead.generation.state import Member
 
 SHARE = 0.05  # of the newest request in the mean time to the first token
+COUNTED = ("finished", "failed", "cancelled", "steps", "tokens", "drafted", "accepted")
 # Objects of the user's, which may draw from the process's generators when they are asked.
 OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "streamer")
 
@@ -27,17 +28,18 @@ OBJECTS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", 
 class Request:
     """One request, which belongs to the thread that decodes once it was added.
 
-    settings: arguments of the model's `generate`, `generation_config` among them; random: its numbers, None where it
-        draws none; number: in the order in which they came; streaming: give a result after every step;
-        record_timestamps, keeps_logprobs: note when each token came, and its log probability after the processors;
-        learn: whether heads may learn from its text, None where it was not said.
+    settings: arguments of the model's `generate`, `generation_config` among them; number: in the order in which they
+    came; samples: whether its tokens are drawn; random: its numbers, where it or objects of the user's draw; streaming:
+    give a result after every step; record_timestamps, keeps_logprobs: note when each token came, and its log
+    probability after the processors; learn: whether heads may learn from its text, None where it was not said.
     """
 
     request_id: str
     prompt: list[int]
     settings: dict[str, Any]
-    random: RandomNumbers | None
     number: int = 0
+    samples: bool = False
+    random: RandomNumbers | None = None
     streaming: bool = False
     record_timestamps: bool = False
     keeps_logprobs: bool = False
@@ -70,11 +72,6 @@ class Request:
         output.drafted, output.accepted = self.drafted, self.accepted
         return output
 
-    @property
-    def finished(self) -> bool:
-        """Whether its last result was given."""
-        return self.status >= RequestStatus.FINISHED
-
     def take(self, tokens: Sequence[int], scores: Sequence[torch.Tensor] = (), nodes: int = 1) -> None:
         """Note new tokens, of a step with so many nodes, and what the processed scores (1, V) of all say of these."""
         if nodes > 1:
@@ -85,11 +82,6 @@ class Request:
         self.tokens += tokens
         if self.record_timestamps:
             self.times += [time.perf_counter()] * len(tokens)
-
-    @property
-    def objects(self) -> bool:
-        """Whether objects of the user's take part."""
-        return any(self.settings.get(name) for name in OBJECTS)
 
 
 def arguments_of(request: Request, device: torch.device) -> tuple[torch.Tensor, dict[str, Any], Any]:
@@ -106,21 +98,15 @@ def arguments_of(request: Request, device: torch.device) -> tuple[torch.Tensor, 
 
 
 def begin_request(model: Any, request: Request, plan: DraftPlan, device: torch.device, others: BesideOthers) -> Member:
-    """Prefill a request, which chooses its first token.
-
-    Raises:
-        Unsupported: it cannot share a batch.
-        Exception: whatever is wrong with it.
-    """
+    """Prefill a request, which chooses its first token; Unsupported where it cannot share a batch."""
     tokens, settings, streamer = arguments_of(request, device)
     if settings.pop("custom_generate", None) is not None:
         raise Unsupported("custom_generate is given")
     config, settings = model._merged_config(settings.pop("generation_config", None), with_cache(CACHE, settings))
-    acceptance = DraftSettings.from_config(config).acceptance
-    if acceptance != "exact" and config.do_sample:
-        raise Unsupported(f"{acceptance} acceptance is of one call, and steps are shared here")
+    drafting = DraftSettings.from_config(config)
     config.__dict__.pop("calibration", None)
-    asked = Asked(plan=plan, streamer=streamer, random=request.random or NOTHING_DRAWN, others=others)
+    random = request.random or NOTHING_DRAWN
+    asked = Asked(plan=plan, settings=drafting, streamer=streamer, random=random, others=others)
     member: Member = begin(model, tokens, config.without("prompt_lookup_num_tokens"), asked, **settings)
     assert member.state is not None
     member.request = request
@@ -144,15 +130,12 @@ class Follows(StoppingCriteria):
         return torch.full((len(input_ids),), request.cancelled, device=input_ids.device)
 
 
-def decode_by_itself(
-    model: Any, request: Request, device: torch.device, deliver: Callable[[Request], None], sampled: bool
-) -> None:
+def decode_by_itself(model: Any, request: Request, device: torch.device, deliver: Callable[[Request], None]) -> None:
     """Decode a request that cannot share a batch, as those with beams or an assistant, by a call of its own."""
     tokens, settings, streamer = arguments_of(request, device)
     follows = Follows(request, deliver)
     settings["stopping_criteria"] = StoppingCriteriaList([*(settings.get("stopping_criteria") or []), follows])
-    draws = request.random is not None and (sampled or request.objects)
-    with request.random.lent(at_once=sampled) if draws and request.random else contextlib.nullcontext():
+    with request.random.lent(at_once=request.samples) if request.random else contextlib.nullcontext():
         output = model.generate(tokens, streamer=streamer, **settings)
     sequences = output if isinstance(output, torch.Tensor) else output.sequences
     rest = sequences[0, len(request.prompt) + len(request.tokens) :].tolist()
@@ -172,53 +155,36 @@ def config_value(name: str, *places: Any) -> Any:
 
 
 class Metrics:
-    """Counts since the manager was made, and means."""
+    """Counts since the manager was made, and means; drafted and accepted tokens are of requests that have ended."""
 
     def __init__(self) -> None:
         self.finished = self.failed = self.cancelled = self.steps = self.rows = self.tokens = 0
-        self.drafted = self.accepted = 0  # of requests that have ended
-        self.first_token = 0.0  # seconds
-        self.started = 0.0
-        self.began = 0
+        self.drafted = self.accepted = self.began = 0
+        self.first_token = self.started = 0.0  # seconds
 
     def first(self, request: Request) -> None:
         """A request has its first token."""
         now = time.perf_counter()
         self.started = self.started or now
         self.tokens += len(request.tokens)
-        seconds = now - request.created
-        self.first_token += (seconds - self.first_token) * (SHARE if self.began else 1.0)
+        self.first_token += (now - request.created - self.first_token) * (SHARE if self.began else 1.0)
         self.began += 1
-
-    def step(self, rows: int, tokens: int) -> None:
-        """A step of so many rows has given so many tokens."""
-        self.steps += 1
-        self.rows += rows
-        self.tokens += tokens
 
     def end(self, request: Request) -> None:
         """A request has its last result."""
-        if request.status == RequestStatus.FINISHED:
-            self.finished += 1
-        elif request.cancelled:
-            self.cancelled += 1
-        else:
-            self.failed += 1
+        self.finished += request.error is None
+        self.cancelled += request.error is not None and request.cancelled
+        self.failed += request.error is not None and not request.cancelled
         self.drafted, self.accepted = self.drafted + request.drafted, self.accepted + request.accepted
 
     def values(self) -> dict[str, float]:
         """As JSON takes it."""
+        counted = {name: getattr(self, name) for name in COUNTED}
         seconds = time.perf_counter() - self.started if self.started else 0.0
-        return {
-            "finished": self.finished,
-            "failed": self.failed,
-            "cancelled": self.cancelled,
-            "steps": self.steps,
-            "tokens": self.tokens,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "tokens_per_step": round((self.tokens - self.began) / self.steps, 3) if self.steps else 0.0,
-            "tokens_per_step_and_request": round((self.tokens - self.began) / self.rows, 3) if self.rows else 0.0,
+        behind_first = self.tokens - self.began
+        return counted | {
+            "tokens_per_step": round(behind_first / self.steps, 3) if self.steps else 0.0,
+            "tokens_per_step_and_request": round(behind_first / self.rows, 3) if self.rows else 0.0,
             "tokens_per_second": round(self.tokens / seconds, 3) if seconds else 0.0,
             "seconds_to_first_token": round(self.first_token, 4),
         }

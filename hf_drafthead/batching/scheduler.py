@@ -14,10 +14,10 @@ from transformers.utils import logging
 from hf_drafthead.bases.errors import DoesNotFit, Unsupported, out_of_memory
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.releases import RequestStatus
-from hf_drafthead.batching.requests import Metrics, Request, begin_request, config_value, decode_by_itself
+from hf_drafthead.batching.requests import Metrics, Request, begin_request, decode_by_itself
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.batch import Batch, chooser, refuse_training, with_room
-from hf_drafthead.generation.entry import BesideOthers
+from hf_drafthead.generation.entry import FAR, BesideOthers
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.state import DecodingState, Member
 from hf_drafthead.generation.tree import ROOT_ALONE, Tree
@@ -33,15 +33,9 @@ LOGGED_EVERY = 1000  # steps between two lines of metrics
 class Scheduler:
     """Lets the requests of a tracker join a batch, takes its steps, and ends requests.
 
-    Args:
-        plans: how steps draft.
-        longest_pause: see `Manager`.
-        answers: where texts are put that were answered, to be copied from; None: nowhere.
-
-    Attributes:
-        slots: as planned, fewer once memory was short.
-        batch: of those that run; None before the first.
-        aside: those that had to leave the batch, and join it again before others.
+    plans: how steps draft; longest_pause: see `Manager`; answers: where texts are put that were answered, to be copied
+    from, None for nowhere; slots: as planned, fewer once memory was short; batch: of those that run, None before the
+    first; aside: those that had to leave the batch, and join it again before others.
     """
 
     def __init__(
@@ -90,16 +84,11 @@ class Scheduler:
 
     def fail_all(self, error: BaseException) -> None:
         """End all requests that are left; there are none where the queue was drained."""
-        left = self.tracker.take_all()
         self.aside.clear()
-        self.close()
-        for request in left:
-            self._end(request, error)
-
-    def close(self) -> None:
-        """Let go of the memory of a batch that nobody is in any more."""
         if self.batch is not None:
             self.batch.close()
+        for request in [*iter(self.tracker.next, None), *self.tracker.begun()]:
+            self._end(request, error)
 
     def prepared(self) -> Batch | None:
         """The batch, begun anew where the base or the heads have changed and nobody runs; None where nothing drafts."""
@@ -138,7 +127,7 @@ class Scheduler:
             "do_sample": False,
             "eos_token_id": vocabulary,  # no token, so that the text goes on; programs take as many ends as of others
         }
-        request = Request("", probe_tokens(self.model.base)[:2].tolist(), settings, None)
+        request = Request("", probe_tokens(self.model.base)[:2].tolist(), settings)
         try:
             batch.join(begin_request(self.model, request, plan, device, BesideOthers(batch.reader)))
             for tree in steps:
@@ -163,33 +152,36 @@ class Scheduler:
             if request is None:
                 break
             request.status, request.began = RequestStatus.PREFILLING, time.perf_counter()
-            self._begin(batch, request)
+            try:
+                self._begin(batch, request)
+            except BaseException as error:  # of objects of the user's, what would end a process ends a request
+                self._end(request, None if request.cancelled else error)
         if batch is not None:
             batch.pack()
 
     def _begin(self, batch: Batch | None, request: Request) -> None:
+        refuse_training(self.model.base)
+        device = device_of(self.model)
         try:
-            refuse_training(self.model.base)
-            try:
-                if batch is None:
-                    raise Unsupported("the base does not draft")
-                weights = self.epoch, batch.weights()
-                others = BesideOthers(batch.reader, batch.beginning(request.prompt, weights))
-                if batch.running:
-                    between = functools.partial(self._between, batch, request)
-                    others = others._replace(piece=self._piece(batch), between=between)
-                member = begin_request(self.model, request, self.plans.largest, device_of(self.model), others)
-                member.weights = weights
-            except Unsupported as reason:
-                logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
-                self._decode_by_itself(request)
-                return
-        except BaseException as error:  # of objects of the user's, what would end a process ends a request
-            self._end(request, None if request.cancelled else error)
+            if batch is None:
+                raise Unsupported("the base does not draft")
+            weights = self.epoch, batch.weights()
+            others = BesideOthers(batch.reader, batch.beginning(request.prompt, weights))
+            if batch.running:
+                between = functools.partial(self._between, batch, request)
+                others = others._replace(piece=self._piece(batch), between=between)
+            member = begin_request(self.model, request, self.plans.largest, device, others)
+            member.weights = weights
+        except Unsupported as reason:
+            logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
+            request.status = RequestStatus.DECODING
+            decode_by_itself(self.model, request, device, self.tracker.deliver)
+            self.metrics.first(request)
+            self._end(request)
             return
         self.metrics.first(request)
         request.status = RequestStatus.DECODING
-        assert batch is not None and member.state is not None
+        assert member.state is not None
         if member.has_ended(member.state) or request.cancelled:
             self._close(member)
             return
@@ -200,25 +192,13 @@ class Scheduler:
         else:  # memory was short for the steps that were taken meanwhile
             self.aside.append(member)
 
-    def _decode_by_itself(self, request: Request) -> None:
-        config = request.settings.get("generation_config"), self.model.generation_config
-        sampled = bool(config_value("do_sample", request.settings, *config))
-        request.status = RequestStatus.DECODING
-        decode_by_itself(self.model, request, device_of(self.model), self.tracker.deliver, sampled)
-        self.metrics.first(request)
-        self._end(request)
-
     def _piece(self, batch: Batch) -> int:
         """How many tokens of a prompt are read while those that run wait."""
         rows = len(batch.running)
         return max(int(self.longest_pause * rows * self.plans(rows).tree.num_nodes), LEAST_PIECE)
 
     def _between(self, batch: Batch, request: Request) -> None:
-        """Between two pieces of a prompt: a step of those that run.
-
-        Raises:
-            CancelledError: nobody waits for this request any more.
-        """
+        """Between two pieces of a prompt: a step of those that run; CancelledError where nobody waits for it."""
         self._leave_cancelled(batch)
         if request.cancelled:
             raise CancelledError
@@ -229,16 +209,14 @@ class Scheduler:
         try:
             batch.join(member, len(self.tracker.waiting) + len(self.aside))
         except Exception as error:
-            member.error = error
-            self._close(member)
+            self._close(member, error)
 
     # ---- steps
 
     def _step(self, batch: Batch) -> None:
-        if batch.positions is not None:
-            self._end_those_without_positions(batch, batch.positions)
-            if not batch.running:
-                return
+        self._end_those_without_positions(batch)
+        if not batch.running:
+            return
         try:
             batch.check_base()
             (record,) = batch.step()
@@ -246,7 +224,9 @@ class Scheduler:
         except BaseException as error:
             self._failed(batch, error)
             return
-        self.metrics.step(len(batch.running), sum(record.counts))
+        self.metrics.steps += 1
+        self.metrics.rows += len(batch.running)
+        self.metrics.tokens += sum(record.counts)
         leaving = []
         for row, member in enumerate(batch.members):
             if member is None:
@@ -264,9 +244,10 @@ class Scheduler:
         if self.metrics.steps % LOGGED_EVERY == 0:
             logger.info(f"{self.counts()}")
 
-    def _end_those_without_positions(self, batch: Batch, positions: int) -> None:
+    def _end_those_without_positions(self, batch: Batch) -> None:
         """End requests that have come to the end of the base's table of positions, which would raise for all."""
         assert batch.state is not None
+        positions = batch.positions or FAR
         ends = [member for member in batch.running if batch.state.lengths[member.rows.start] > positions]
         for member in ends:
             member.error = IndexError(
@@ -292,14 +273,11 @@ class Scheduler:
         members = batch.running
         batch.close()
         for member in members:
-            member.error = (short and error.__cause__) or error
-            self._close(member)
+            self._close(member, (short and error.__cause__) or error)
 
     def _recover(self, error: BaseException) -> None:
-        """Behind an error of what all share: begin anew, without the requests that were begun.
-
-        Raises:
-            Exception: the error, where there is no request that could end with it.
+        """Behind an error of what all share: begin anew, without the requests that were begun, or else without the one
+        whose turn it is; where there is none, it is raised.
         """
         batch, self.batch = self.batch, None
         members = [*(() if batch is None else batch.running), *self.aside]
@@ -307,15 +285,14 @@ class Scheduler:
         if batch is not None:
             batch.close()
         for member in members:
-            member.error = member.error or error
-            self._close(member)
+            self._close(member, error)
         begun = self.tracker.begun()
-        for request in begun:
-            self._end(request, error)
         if not members and not begun:
             if (waiting := self.tracker.next()) is None:
                 raise error
-            self._end(waiting, error)
+            begun = [waiting]
+        for request in begun:
+            self._end(request, error)
 
     # ---- requests that end
 
@@ -339,13 +316,14 @@ class Scheduler:
             if member is not None:
                 self._close(member)
 
-    def _close(self, member: Member) -> None:
+    def _close(self, member: Member, error: BaseException | None = None) -> None:
         """End the request of a member that is in no slot any more."""
+        member.error = member.error or error
         try:
             if member.error is None and member.stream is not None:
                 member.stream.end()
-        except BaseException as error:
-            member.error = member.error or error
+        except BaseException as raised:
+            member.error = raised
         self._end(member.request, member.error)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:

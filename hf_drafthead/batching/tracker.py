@@ -24,13 +24,10 @@ WAIT = 10.0  # seconds for which a thread waits where the queue is full, as tran
 class RequestTracker:
     """Requests from the moment they are asked for until their last result is taken.
 
-    Attributes:
-        changed: the lock, and what tells threads that something is new.
-        waiting: those that were not begun, at most `most_waiting`, 0 for any number; known: by id, those that wait or
-            run. results, handlers: what nobody has taken yet, with the number of its request, and who takes the results
-            of a
-            request as they come.
-        closed: why no further request is taken, in one line; None while they are.
+    changed: the lock, and what tells threads that something is new; waiting: those that were not begun, at most
+    `most_waiting`, 0 for any number; known: by id, those that wait or run; results: what nobody has taken yet, with the
+    number of its request; handlers: who takes the results of a request as they come; closed: why no further request is
+    taken, in one line, None while they are.
     """
 
     def __init__(self, most_waiting: int):
@@ -45,26 +42,21 @@ class RequestTracker:
         self.added = 0
 
     def put(self, request: Request, request_id: str | None, prepare: Callable[[], None]) -> str:
-        """Let a request wait for its turn; returns its id, a number where none is given.
+        """Let a request wait for its turn; returns its id, a number where none is given. Errors as of `add_request`.
 
         Where the queue is full the thread waits for a place in it, `WAIT` seconds at most. One in which an event loop
         runs does not, for its other clients would wait as well. `prepare` is called once the request is sure to be
         taken, in the order of the requests.
-
-        Raises:
-            ValueError: the id is that of a request that is not finished.
-            RuntimeError: no requests are taken any more.
-            queue.Full: too many requests wait already.
         """
+
+        def is_full() -> bool:
+            return 0 < self.most_waiting <= len(self.waiting)
+
         with self.changed:
-            if self.most_waiting and len(self.waiting) >= self.most_waiting and self.closed is None:
-                self.changed.wait_for(
-                    lambda: len(self.waiting) < self.most_waiting or self.closed is not None,
-                    0.0 if in_event_loop() else WAIT,
-                )
+            self.changed.wait_for(lambda: self.closed or not is_full(), 0.0 if in_event_loop() else WAIT)
             if self.closed is not None:
                 raise RuntimeError(self.closed)
-            if self.most_waiting and len(self.waiting) >= self.most_waiting:
+            if is_full():
                 raise queue.Full(
                     f"{len(self.waiting)} requests wait, and max_queue_size is {self.most_waiting}: ask again later."
                 )
@@ -117,8 +109,7 @@ class RequestTracker:
         with self.changed:
             self.cancelling = False
             gone = [request for request in self.waiting if request.cancelled]
-            for request in gone:
-                self.waiting.remove(request)
+            self.waiting = deque(request for request in self.waiting if not request.cancelled)
             return gone
 
     def begun(self) -> list[Request]:
@@ -126,12 +117,6 @@ class RequestTracker:
         with self.changed:
             waiting = {id(request) for request in self.waiting}
             return [request for request in self.known.values() if id(request) not in waiting]
-
-    def take_all(self) -> list[Request]:
-        """All that wait or run; nobody waits any more."""
-        with self.changed:
-            self.waiting.clear()
-            return [*self.known.values()]
 
     def counts(self) -> dict[str, int]:
         """How many wait, and how many run."""
@@ -182,10 +167,8 @@ class RequestTracker:
             early = [pair for pair in self.results if pair[0] == newest and pair[1].request_id == request_id]
             for pair in early:
                 self.results.remove(pair)
-            if any(result.is_finished() for _, result in early) and self.handlers.get(request_id, ())[:1] == (
-                callback,
-            ):
-                del self.handlers[request_id]
+            if any(result.is_finished() for _, result in early):
+                self.handlers.pop(request_id, None)
         for _, result in early:
             callback(result)
 
@@ -193,10 +176,9 @@ class RequestTracker:
         """Give what a request has so far to its handler, or keep it until somebody asks."""
         output = request.output()
         with self.changed:
-            if request.finished:
-                self.known.pop(request.request_id, None)
             callback, loop = self.handlers.get(request.request_id, (None, None))
-            if request.finished:
+            if output.is_finished():
+                self.known.pop(request.request_id, None)
                 self.handlers.pop(request.request_id, None)
             if callback is None:
                 self.results.append((request.number, output))

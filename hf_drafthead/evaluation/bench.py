@@ -291,10 +291,8 @@ class BenchPlan:
         """The settings of `generate` and those of the heads alone, for every measurement of a model."""
         curve = len(self.temperatures) > 1
         for heat in self.temperatures or (None,):
-            kinds = ("exact", "rejection", "typical") if curve and heat else ("exact",) if curve else (None,)
+            kinds = ("exact", "typical") if curve and heat else ("exact",) if curve else (None,)
             for kind, copied in itertools.product(kinds, self.lookups or (None,)):
-                if copied and kind == "rejection":  # which does not go with copies
-                    continue
                 lookup = {} if copied is None else {"prompt_lookup_num_tokens": copied}
                 acceptance = {} if kind is None else {"acceptance": kind}
                 yield {**calls.sampling(heat), **self.settings}, {**acceptance, **lookup}

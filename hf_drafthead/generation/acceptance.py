@@ -24,9 +24,7 @@ from collections.abc import Callable
 import torch
 
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, RowWalk, Walk, running
-from hf_drafthead.generation.tree import DraftTree, Tree
 
 
 def walk_on_device(
@@ -65,8 +63,6 @@ def walk_on_host(
     candidates: Candidates,
     state: DecodingState,
     rules: Rules,
-    *,
-    preferred: torch.Tensor | None = None,
     show: Callable[[torch.Tensor], None] | None = None,
 ) -> list[RowWalk]:
     """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
@@ -74,7 +70,6 @@ def walk_on_host(
     Args:
         logits: (B, N, V) of the base at every node.
         state: of the call, whose sequences have room for D more tokens in every row.
-        preferred: (B, N) token to emit at a node instead of the base's choice, -1 for none (`typical_choices`).
         show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
     """
     tokens, reach = candidates.tokens, state.reach()
@@ -101,9 +96,6 @@ def walk_on_host(
             moving = [] if rules.lockstep else [row for row, was_lost in zip(moving, lost) if not was_lost]
             continue
         chosen = rules.choose(group, seen, sequences, lengths)  # (g,)
-        if preferred is not None:
-            instead = preferred[group, here].to(chosen.device)
-            chosen = torch.where(instead >= 0, instead, chosen)
         token_of = dict(zip(group, chosen.tolist()))
         for row in moving:
             if rules.pads and ends[row] is not None:
@@ -168,33 +160,6 @@ def _child(parents: list[int], tokens: list[int], node: int, token: int) -> int:
         return 0
 
 
-def preferred_choices(
-    settings: DraftPlan,
-    tree: Tree,
-    rules: Rules,
-    logits: torch.Tensor,
-    candidates: Candidates,
-    state: DecodingState,
-    reach: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What typical acceptance or rejection emit at a node, -1 for the base's own choice, (B, N); and whether the base's
-    probabilities there are numbers, (B, N). Arguments as in `walk_on_host` and `walk_on_device`.
-    """
-    tokens, topology = candidates.tokens, candidates.topology
-    sequences = state.rows.sequences.to(rules.device)
-    p = rules.probabilities(logits, tokens, topology, sequences, state.lengths).to(reach.device)
-    valid = p.sum(-1).isfinite()
-    if settings.acceptance == "typical":
-        return typical_choices(p, candidates, reach, settings.posterior_threshold, settings.posterior_alpha), valid
-    assert isinstance(tree, DraftTree)  # as the settings see to
-    q = torch.zeros_like(p)
-    for level, guesses in zip(tree.levels(p.device), candidates.guesses):
-        q[:, level.expanded] = guesses.chances(rules.temperature, p.shape[-1]).to(p)
-    chance = torch.rand(tokens.shape, device=rules.device, generator=rules.generator)
-    fresh = torch.empty(p.shape[0], p.shape[2], device=rules.device).exponential_(1, generator=rules.generator)
-    return rejection_choices(p, q, candidates, chance.to(p.device), fresh.to(p)), valid
-
-
 def typical_choices(
     probabilities: torch.Tensor, candidates: Candidates, reach: torch.Tensor, threshold: float, alpha: float
 ) -> torch.Tensor:
@@ -227,53 +192,3 @@ def typical_choices(
     choices = torch.full_like(torch.cat([tokens, tokens[:, :1]], dim=1), -1)
     choices.scatter_(1, torch.where(on_path, parents, tokens.shape[1]), tokens)
     return choices[:, :-1]
-
-
-def rejection_choices(
-    probabilities: torch.Tensor,
-    drawn_from: torch.Tensor,
-    candidates: Candidates,
-    chance: torch.Tensor,
-    noise: torch.Tensor,
-) -> torch.Tensor:
-    """Speculative sampling: the base's distribution, not its seed.
-
-    Leviathan et al. (arXiv 2211.17192, algorithm 1) and Chen et al. (2302.01318) accept a token x that was drawn from q
-    with the probability min(1, p(x) / q(x)), else they draw from norm(max(0, p - q)). Several children of a node, drawn
-    from q without replacement, are tried in the order of their draws (SpecInfer, 2305.09781, algorithm 2): each refusal
-    leaves p = norm(max(0, p - q)), and q without the token that was refused. Where every child is refused, and at a
-    leaf, the token is drawn from what is left of p.
-
-    Args:
-        probabilities, drawn_from: p and q (B, N, V) at every node; of its children the first drawn has the lowest
-        number. chance: (B, N) uniform on [0, 1), one for each node. noise: (B, V) exponential, for the last token.
-
-    Returns:
-        (B, N): at every node of the accepted path the token that follows it, elsewhere -1. A CPU passes by the nodes
-        at whose parent no row is; a GPU, which would have to be waited for, computes them too.
-    """
-    tokens, topology = candidates.tokens, candidates.topology
-    parents = topology.parents.expand_as(tokens)
-    rows = torch.arange(tokens.shape[0], device=tokens.device)
-    choices = torch.full_like(tokens, -1)
-    at = torch.zeros_like(rows)
-    p, q = probabilities[:, 0].double(), drawn_from[:, 0].double()  # (B, V)
-    for node in range(1, tokens.shape[1]):  # by depth, and siblings in the order of their draws
-        here = parents[:, node] == at
-        if here.device.type == "cpu" and not here.any():
-            continue
-        token = tokens[:, node, None]
-        p_of, q_of = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
-        accepted = here & (q_of > 0) & (chance[:, node] * q_of < p_of)
-        refused = here & (q_of > 0) & ~accepted
-        left = (p - q).clamp(min=0)
-        mass = left.sum(-1, keepdim=True)
-        p = torch.where(refused[:, None] & (mass > 0), left / mass, p)  # no mass: p and q differ by rounding only
-        rest = q.scatter(1, token, 0.0)
-        q = torch.where(refused[:, None], rest / rest.sum(-1, keepdim=True).clamp(min=1e-300), q)
-        choices[rows, at] = torch.where(accepted, token[:, 0], choices[rows, at])
-        at = torch.where(accepted, node, at)
-        p = torch.where(accepted[:, None], probabilities[:, node].double(), p)
-        q = torch.where(accepted[:, None], drawn_from[:, node].double(), q)
-    choices[rows, at] = (p / noise).argmax(-1)
-    return choices

@@ -21,7 +21,6 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import (
     CACHE,
-    ROW_BY_ROW,
     BaseStreamer,
     GenerationMode,
     PromptInputs,
@@ -163,12 +162,8 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
         raise Unsupported("the cache has no layers for the base's states", lasting=False)
     if given and (rows := rows_of(past)) not in (None, len(input_ids)):
         raise Unsupported(f"the cache holds {rows} row(s), and the call has {len(input_ids)}", lasting=False)
-    # greedy decoding is exact with all of them
     plan, settings = asked.plan, asked.settings
-    acceptance = (plan or settings).acceptance if config.do_sample else "exact"
-    if others := sorted({type(p).__name__ for p in processors if type(p) not in ROW_BY_ROW}):
-        if acceptance != "exact":
-            raise Unsupported(f"{acceptance} acceptance cannot show {', '.join(others)} all nodes at once")
+    typical = config.do_sample and settings.acceptance == "typical"  # greedy decoding is exact with it
     lookup = {"copies": asked.copies, "longest_match": config.max_matching_ngram_size, "texts": asked.texts}
     if plan is None or asked.copies is not None:
         plan = _trees().choose(model, reader, settings, len(input_ids), asked.execution, named=plan, **lookup)
@@ -186,11 +181,12 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
         batch_size=len(input_ids),
         prompt_length=input_ids.shape[1],
         device=input_ids.device,
-        samples=config.do_sample and acceptance != "typical",
-        rejects=acceptance == "rejection",
+        samples=config.do_sample and not typical,
         streams=asked.streamer is not None and may_draw(asked.streamer),
         random=asked.random,
     )
+    if typical and (asked.others is not None or not rules.on_device):
+        raise Unsupported("typical acceptance looks at the scores of one call alone, and this one asks for more")
     if reader.mixers and rules.overruns and (given or config.return_dict_in_generate):
         raise Unsupported("rows go on behind their ends without padding, and a state cannot go back", lasting=False)
     stream = None if asked.streamer is None else Stream(asked.streamer, rules)

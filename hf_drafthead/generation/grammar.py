@@ -99,7 +99,7 @@ class Grammar:
         criteria = {type(each) for each in rules.criteria}
         if kinds.count(PrefixConstrainedLogitsProcessor) != 1 or not criteria <= set(CRITERIA_ON_DEVICE):
             return None
-        if not {*kinds} <= {*HARMLESS, PrefixConstrainedLogitsProcessor} or rules.max_length is None or rules.rejects:
+        if not {*kinds} <= {*HARMLESS, PrefixConstrainedLogitsProcessor} or rules.max_length is None:
             return None
         if rules.streams:  # to an object that may tell the function what it was given
             return None

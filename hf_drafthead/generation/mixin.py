@@ -75,9 +75,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 tree as long as drafting pays on the text; by default the tree that was calibrated for this call, else
                 what costs little on this machine, see docs/trees.md.
             acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
-                tokens), "rejection" (speculative sampling: the base's distribution, not its seed), or "typical"
-                (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so the text is NOT a
-                sample of the base). Greedy decoding is exact with all of them.
+                tokens), or "typical" (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so
+                the text is NOT a sample of the base). Greedy decoding is exact with both.
             posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
             prompt_lookup_num_tokens, max_matching_ngram_size: as in transformers, but together with the heads, at every
                 batch size: where the last tokens of a row (at most 3 by default) occurred before in its text, the
@@ -182,7 +181,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """A manager of requests that join and leave while others are decoded, see `batching.Manager`."""
-        return _batching().Manager.of(self, *args, **kwargs)
+        return _batching().Manager(self, *args, **kwargs)
 
     def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
         """A context in which such a manager runs, see `batching.running_manager`."""

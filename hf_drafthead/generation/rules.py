@@ -32,7 +32,6 @@ from hf_drafthead.bases.releases import (
     limits_of,
     temperature_of,
 )
-from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.grammar import Grammar
 from hf_drafthead.generation.noise import NOTHING_DRAWN, NoiseTape, RandomNumbers
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
@@ -49,7 +48,6 @@ class Rules:
     prompt_length: int
     device: torch.device  # of the caller's token ids, where processors and criteria look at them
     samples: bool
-    rejects: bool = False  # samples by rejection, from noise of its own
     streams: bool = False  # to an object that may draw
     random: RandomNumbers = NOTHING_DRAWN
     scores: list[torch.Tensor] = field(default_factory=list)  # (B, V) per new position
@@ -65,7 +63,7 @@ class Rules:
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
         types_of = {type(criterion) for criterion in self.criteria}
         # the base draws for all rows at once, behind what an object has drawn that it has shown a token of all rows
-        self.drawn_between = self.samples and self.streams and not self.rejects
+        self.drawn_between = self.samples and self.streams
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
         self.on_device = (
             self.scores_only
@@ -88,8 +86,7 @@ class Rules:
             self.random = RandomNumbers()
         known = known and types_of.issubset(CRITERIA_ROW_BY_ROW)
         self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and not known
-        self.generator = self.random.begin(self.device) if self.samples and self.rejects else None
-        if self.samples and not self.rejects:
+        if self.samples:
             self.random.sample(self.batch_size, self.device)
         self.grammar = Grammar.of(self) if self.processors else None
 
@@ -100,7 +97,7 @@ class Rules:
 
     @property
     def tape(self) -> NoiseTape | None:
-        """The noise of the base's sampling; None where it does not sample, or by rejection."""
+        """The noise of the base's sampling; None where it does not sample."""
         return self.random.tape
 
     def choose(
@@ -123,11 +120,10 @@ class Rules:
         if not self.samples:
             return scores.argmax(-1)
         chances = scores.softmax(-1)
-        if self.tape is None:
-            return torch.multinomial(chances, num_samples=1, generator=self.generator)[:, 0]
         if not chances.isfinite().all():
             raise RuntimeError(NOT_A_DISTRIBUTION)
         positions = [lengths[row] - self.prompt_length for row in rows]
+        assert self.tape is not None
         noise = torch.stack([self.tape.noise(position, chances)[row] for row, position in zip(rows, positions)])
         self.random.chosen(max(self.random.position, *(position + 1 for position in positions)))
         return (chances / noise).argmax(-1)
@@ -139,24 +135,26 @@ class Rules:
 
         Of logits (B, N, V), nodes at depths (R, N), and under sampling the noise (B, D, V) of the next D positions.
         """
-        scores = logits
-        if self.processors:
-            flat = logits.float().flatten(0, 1)
-            scores = self.processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat).view(logits.shape)
+        scores = self.scores_everywhere(logits)
         if noise is None:
             return scores.argmax(-1), are_numbers(logits)
         chances = scores.float().softmax(-1)
         at_node = noise.take_along_dim(depths.expand(noise.shape[0], -1)[..., None], dim=1)  # (B, N, V)
         return (chances / at_node).argmax(-1), chances.sum(-1).isfinite() & are_numbers(logits)
 
+    def scores_everywhere(self, logits: torch.Tensor) -> torch.Tensor:
+        """What the processors make of logits (B, N, V) of all nodes; if `on_device`."""
+        if not self.processors:
+            return logits
+        flat = logits.float().flatten(0, 1)
+        scores: torch.Tensor = self.processors(flat.new_zeros(len(flat), 1, dtype=torch.long), flat)
+        return scores.view(logits.shape)
+
     def noise_ahead(self, lengths: list[int], moving: list[int], depth: int, vocabulary: int) -> torch.Tensor | None:
         """(B, D, V) noise with which the base will choose each row's next D tokens; None where it does not sample.
 
-        Sampling by rejection has no such noise: this is then fresh. What rows that are not `moving` get has no meaning.
+        What rows that are not `moving` get has no meaning.
         """
-        if self.rejects:
-            fresh = torch.empty(self.batch_size, depth, vocabulary, device=self.device)
-            return fresh.exponential_(1, generator=self.generator)
         tape = self.tape
         if tape is None:
             return None
@@ -176,31 +174,6 @@ class Rules:
         noise is E (B, D, V), from `noise_ahead`.
         """
         return noise.log() * -self.temperature
-
-    def probabilities(
-        self,
-        logits: torch.Tensor,
-        tokens: torch.Tensor,
-        topology: Topology,
-        sequences: torch.Tensor,
-        lengths: list[int],
-    ) -> torch.Tensor:
-        """Processed probabilities at every node, (B, N, V); for processors of ROW_BY_ROW. Arguments as in `choose`."""
-        scores = logits.to(sequences.device, torch.float32, copy=True)
-        if self.scores_only:
-            flat = scores.flatten(0, 1)
-            scores = self.processors(sequences[:1, :1].expand(len(flat), 1), flat).view(logits.shape)
-        else:
-            for row, length in enumerate(lengths):
-                kind = row % len(topology.depths)
-                # nodes of one depth have prefixes of one length, which the processors can be shown together
-                for depth, nodes in _by_length(range(tokens.shape[1]), topology.depths[kind].tolist()).items():
-                    below_root = topology.paths[kind, nodes, 1 : depth + 1]  # (n, depth)
-                    drafted = tokens[row, below_root].to(sequences.device)
-                    prefixes = torch.cat([sequences[row, :length].expand(len(nodes), -1), drafted], dim=1)
-                    seen = _seen_by(self.processors, [row] * len(nodes))
-                    scores[row, nodes] = seen(prefixes, scores[row, nodes])
-        return scores.softmax(-1).to(logits.device)
 
     def stops(self, rows: list[int], newest: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
         """Whether a criterion fires on each row's prefix, of which `newest` is the last token; g answers.

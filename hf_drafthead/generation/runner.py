@@ -232,7 +232,7 @@ class Runner:
         program: Any = stage if self.execution.config is None else self._program(stage, arguments)
         runs: Any = program
         if self.arena is not None:
-            key = (program, step.tree, step.rejects, form_of(arguments[1:]))
+            key = (program, step.tree, form_of(arguments[1:]))
             runs = self.arena.programs.setdefault(key, Recorded(program))
             runs.try_again(*arguments)
         if isinstance(program, Program) and not program.made:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from hf_drafthead.generation.lookup import HeldTexts, TextIndex
-from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree, resolve
+from hf_drafthead.generation.tree import LookupTree, Tree, resolve
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
 AUTO = "auto"  # draft, or do not draft for a while
 MOST_RESOLVED = 64  # trees that are kept, each with its tensors
 _RESOLVED: dict[tuple[str, int | None, int], Tree] = {}  # by what named them, the heads and the vocabulary
-ACCEPTANCES = ("exact", "rejection", "typical")
+ACCEPTANCES = ("exact", "typical")
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,8 @@ class DraftPlan:
         """The same plan with copies from the text, and from other texts, in the tree, see `LookupTree`.
 
         Raises:
-            ValueError: numbers of tokens that are none, or an acceptance that must know how each node was drawn.
+            ValueError: numbers of tokens that are none.
         """
-        if self.acceptance == "rejection":
-            name = "prompt_lookup_num_tokens" if texts is None else "lookup_texts"
-            raise ValueError(
-                f"{name} is given with acceptance='rejection', which must know how each node was drawn: leave one of "
-                "them out."
-            )
         assert not isinstance(self.tree, LookupTree)
         tree = LookupTree.around(self.tree, copies, longest_match, vocabulary)
         return replace(self, tree=tree, texts=texts, base_decodes=False)
@@ -142,14 +136,5 @@ class DraftSettings:
         return self.with_tree(_RESOLVED[key])
 
     def with_tree(self, tree: Tree) -> DraftPlan:
-        """The plan with this tree, where the acceptance can walk it."""
-        plan = DraftPlan(tree, self.acceptance, self.posterior_threshold, self.posterior_alpha)
-        if self.acceptance != "rejection":
-            return plan
-        if not isinstance(tree, DraftTree):
-            raise ValueError(
-                f"draft_tree is {self.draft_tree!r}, but acceptance='rejection' must know how each node was drawn: "
-                "give a published tree's name or rank paths, or leave acceptance out."
-            )
-        # rejection takes the children of a node in the order in which they were drawn, and must know every draw
-        return replace(plan, tree=tree.without_gaps())
+        """The plan with this tree."""
+        return DraftPlan(tree, self.acceptance, self.posterior_threshold, self.posterior_alpha)

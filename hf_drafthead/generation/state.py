@@ -79,10 +79,6 @@ class Guesses(NamedTuple):
         scores = self.logits.new_full((*self.logits.shape[:-1], vocabulary), -torch.inf)
         return scores.index_copy(-1, self.to_base.to(scores.device), self.logits)
 
-    def chances(self, temperature: float, vocabulary: int) -> torch.Tensor:
-        """q (B, n or 1, V), from which guesses that are tilted by fresh noise are drawn; 0 where it is not a number."""
-        return (self.over_base(vocabulary).float() / temperature).softmax(-1).nan_to_num(0.0)
-
 
 def last_valid(previous: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Each row's last valid position of `new` (B, A, H), of `lengths` (B,); `previous` (B, H) where there is none."""
@@ -97,14 +93,10 @@ def draft_vocabulary(base: Any, drafter: Any) -> int:
 
 
 class Candidates(NamedTuple):
-    """The nodes of a step: tokens (B, N), node 0 the root, how they hang together, and the guesses of every level.
-
-    The guesses (`Guesses`) are there for a walk that asks what the children were drawn from, else none.
-    """
+    """The nodes of a step: tokens (B, N), node 0 the root, and how they hang together."""
 
     tokens: torch.Tensor
     topology: Topology
-    guesses: tuple[Any, ...] = ()
 
 
 class Verified(NamedTuple):

@@ -26,11 +26,10 @@ from hf_drafthead.bases.errors import DoesNotFit, out_of_memory
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
-from hf_drafthead.generation.acceptance import preferred_choices, walk_greedily, walk_on_device, walk_on_host
+from hf_drafthead.generation.acceptance import typical_choices, walk_greedily, walk_on_device, walk_on_host
 from hf_drafthead.generation.grammar import copies_below
 from hf_drafthead.generation.lookup import Copies, with_copies
 from hf_drafthead.generation.state import (
-    NOT_A_DISTRIBUTION,
     Candidates,
     DecodingState,
     Limits,
@@ -62,7 +61,6 @@ class Stages:
     reader: BaseReader
     drafter: Any
     tree: Tree
-    keeps_guesses: bool
     heads: Any = None
     levels: tuple[Level, ...] = ()
     topology: Any = None
@@ -70,18 +68,18 @@ class Stages:
     observer: Any = None
 
     @classmethod
-    def of(cls, reader: BaseReader, drafter: Any, tree: Tree, keeps_guesses: bool, device: torch.device) -> Stages:
+    def of(cls, reader: BaseReader, drafter: Any, tree: Tree, device: torch.device) -> Stages:
         """The stages, with the tensors of the tree."""
         heads = tree.tree if isinstance(tree, LookupTree) else tree
         if isinstance(heads, DynamicTree):
-            return cls(reader, drafter, tree, keeps_guesses, heads, observer=drafter)
+            return cls(reader, drafter, tree, heads, observer=drafter)
         values = None
         if heads is not tree:  # about the logarithm of how likely a node is, less than its parent's
             values = torch.tensor([[-0.7 * (len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
         copies_alone = isinstance(tree, LookupTree) and tree.copies > 0 and heads.num_nodes == 1
         observer = None if copies_alone else drafter
         static = heads.levels(device), heads.topology(device), values
-        return cls(reader, drafter, tree, keeps_guesses, heads, *static, observer)
+        return cls(reader, drafter, tree, heads, *static, observer)
 
     def draft(
         self, rows: Rows, limits: Limits, tilt: torch.Tensor | None, texts: Any = None, certain: Any = None
@@ -101,7 +99,7 @@ class Stages:
             return draft_state, candidates
         embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
         below = torch.where((rows.ends > 0)[:, None] & limits.pads, embedded, candidates.tokens[:, 1:])
-        return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology, candidates.guesses)
+        return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology)
 
     def fill_static(
         self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None
@@ -110,15 +108,14 @@ class Stages:
 
         The tilt (B, D, V) is that of `Guesses.top` at every depth; None for the drafter's best guesses.
         """
-        tokens, all_guesses = root, []
+        tokens = root
         for depth, level in enumerate(self.levels):
             expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
             draft_state, guesses = self.drafter.expand(draft_state, expanded, hang_on)
-            all_guesses += [guesses] if self.keeps_guesses else []
             guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
             slots = level.slots if guessed.shape[1] > 1 else 0
             tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
-        return draft_state, Candidates(tokens, self.topology, tuple(all_guesses))
+        return draft_state, Candidates(tokens, self.topology)
 
     def fill_dynamic(
         self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, copied: Copies | None = None
@@ -158,12 +155,11 @@ class Stages:
 
     def _with_copies(self, candidates: Candidates, copied: Copies) -> Candidates:
         """A static tree in which what the text itself suggests takes the place of the least likely nodes."""
-        tokens, topology, guesses = candidates
+        tokens, topology = candidates
         of_tree = (topology.parents, topology.depths, self.values)
         parents, depths, values = (part.expand_as(tokens) for part in of_tree)
         deepest = self.heads.max_depth
-        tokens, topology = with_copies(tokens, parents, depths, values, copied, self.tree.num_nodes, deepest)
-        return Candidates(tokens, topology, guesses)
+        return Candidates(*with_copies(tokens, parents, depths, values, copied, self.tree.num_nodes, deepest))
 
     def verify(self, rows: Rows, limits: Limits, candidates: Candidates) -> Verified:
         """One forward of the base over all nodes.
@@ -204,15 +200,15 @@ class Stages:
         return Rows(rows.sequences, lengths, ends, rows.position_shift, rows.visible, draft_state, rows.cache)
 
 
-def stages_of(reader: BaseReader, drafter: Any, tree: Tree, keeps_guesses: bool, device: torch.device) -> Stages:
+def stages_of(reader: BaseReader, drafter: Any, tree: Tree, device: torch.device) -> Stages:
     """The stages of steps with a tree; they are kept with the reader, unless it holds something of a call."""
     if reader.more:
-        return Stages.of(reader, drafter, tree, keeps_guesses, device)
-    key = id(drafter), id(tree), keeps_guesses, device
+        return Stages.of(reader, drafter, tree, device)
+    key = id(drafter), id(tree), device
     if key not in reader.stages:
         while len(reader.stages) >= MOST_STAGES:
             reader.stages.pop(next(iter(reader.stages)), None)
-        reader.stages[key] = Stages.of(reader, drafter, tree, keeps_guesses, device)
+        reader.stages[key] = Stages.of(reader, drafter, tree, device)
     kept: Stages = reader.stages[key]
     return kept
 
@@ -236,14 +232,13 @@ class Step:
         self.plan, self.members, self.shared, drafter = batch.largest, batch.members, batch.shared, batch.drafter
         first = next((member.rules for member in self.members if member is not None), None)
         rules = None if self.shared else first  # of the only call; programs must know nothing of those that may join
-        self.rejects = rules is not None and rules.rejects
-        self.stages = stages_of(batch.reader, drafter, tree, self.rejects, device)
+        self.stages = stages_of(batch.reader, drafter, tree, device)
         self.tree, self.num_nodes, self.depth, self.device = tree, tree.num_nodes, tree.max_depth + 1, device
         self.padding = 0 if rules is None else rules.pad_token
         self.samples = rules is None or rules.samples
         # some tokens to the base's choice
-        self.prefers = self.plan.acceptance != "exact" and rules is not None and bool(rules.config.do_sample)
-        self.ahead = ahead and rules is not None and rules.greedy and not self.prefers
+        self.typical = self.plan.acceptance == "typical" and rules is not None and bool(rules.config.do_sample)
+        self.ahead = ahead and rules is not None and rules.greedy and not self.typical
         self.texts = self.plan.texts_on(device) if isinstance(tree, LookupTree) else None
         self.defers = drafter.keeps_history and tree.num_nodes == 1
         self.seconds: dict[str, float] = {}  # of the stages of a step, where they are timed
@@ -297,7 +292,7 @@ class Step:
                 noise = rules.noise_ahead(state.lengths[part], moving, self.depth, vocabulary)
                 if noise is None:  # "typical" chooses without
                     continue
-                member.noise = None if rules.rejects else noise.to(self.device)
+                member.noise = noise.to(self.device)
                 tilt = rules.tilt(noise).to(self.device)
                 if len(member.rows) == len(state.lengths):
                     return tilt
@@ -317,7 +312,7 @@ class Step:
             return walk._replace(packed=walk.packed.clone())
         logits, calls = verified.logits, self.calls()
         on_cpu = self.device.type == "cpu"  # which looks at few nodes
-        at_once = [member for member in calls if member.rules.on_device and (member.rules.rejects or not on_cpu)]
+        at_once = [member for member in calls if member.rules.on_device and (self.typical or not on_cpu)]
         together = self._walk_at_once(at_once, state, candidates, logits) if at_once else None
         rows_at_once = {row for member in at_once for row in member.rows}
         if together is not None and len(rows_at_once) == len(state.lengths):
@@ -344,15 +339,18 @@ class Step:
         reach = deepest(state.limits, state.rows.cache)
         choice, valid = logits.argmax(-1), are_numbers(logits)
         for member in calls:
-            if member.rules.greedy and not self.prefers:
+            if member.rules.greedy and not self.typical:
                 continue
             part = slice(member.rows.start, member.rows.stop)
             depths = candidates.topology.depths
             of_rows = depths if len(depths) == 1 else depths[part]
             chosen, sound = member.rules.choose_everywhere(logits[part], of_rows, member.noise)
-            if self.prefers:  # a call without others
-                preferred, are_chances = self._preferred(member, state, candidates, logits)
-                chosen, sound = torch.where(preferred < 0, chosen, preferred), are_chances & valid
+            if self.typical:  # a call without others
+                chances = member.rules.scores_everywhere(logits).float().softmax(-1)
+                likely = typical_choices(
+                    chances, candidates, reach, self.plan.posterior_threshold, self.plan.posterior_alpha
+                )
+                chosen, sound = torch.where(likely < 0, chosen, likely), sound & chances.sum(-1).isfinite()
             choice[part], valid[part] = chosen, sound
         return walk_on_device(choice, valid, candidates, state.rows, state.limits, reach)
 
@@ -366,20 +364,9 @@ class Step:
             topology = Topology(*(tensor if len(tensor) == 1 else tensor[part] for tensor in candidates.topology))
             candidates, logits = Candidates(candidates.tokens[part], topology), logits[part]
             state = state.view(member.rows)
-        preferred = None
-        if self.prefers:
-            preferred, valid = self._preferred(member, state, candidates, logits)
-            if not (valid | ~are_numbers(logits).to(valid.device)).all():
-                raise RuntimeError(NOT_A_DISTRIBUTION)
-        elif rules.greedy and show is None:
+        if rules.greedy and show is None:
             return walk_greedily(logits, candidates, state, rules)
-        return walk_on_host(logits, candidates, state, rules, preferred=preferred, show=show)
-
-    def _preferred(
-        self, member: Member, state: DecodingState, candidates: Candidates, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        reach = deepest(state.limits, state.rows.cache)
-        return preferred_choices(self.plan, self.tree, member.rules, logits, candidates, state, reach)
+        return walk_on_host(logits, candidates, state, rules, show)
 
 
 @contextlib.contextmanager

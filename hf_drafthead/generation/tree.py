@@ -126,19 +126,6 @@ class DraftTree:
         """The same tree without the levels below `max_depth` (at least 1)."""
         return self if self.max_depth <= max_depth else DraftTree(p for p in self.paths if len(p) <= max_depth)
 
-    def without_gaps(self) -> DraftTree:
-        """The same shape with the children of every node at the ranks from 0.
-
-        >>> DraftTree([(1,), (3,), (3, 2)]).without_gaps().paths
-        ((0,), (1,), (1, 0))
-        """
-        if not self.paths:
-            return self
-        renamed: list[RankPath] = [()]
-        for node, parent in enumerate(self.parents[1:], start=1):
-            renamed.append((*renamed[parent], self.children(parent).index(node)))
-        return DraftTree(renamed[1:])
-
     def topology(self, device: torch.device | str = "cpu") -> Topology:
         """The tree as tensors on `device`, made once per device."""
         device = torch.device(device)

@@ -84,7 +84,7 @@ def of_entry(
 ) -> tuple[DraftPlan, int]:
     """The plan with the tree of the entry for this call, and the tokens that each step copies from the text."""
     tree = tree_of(entry, *limits)
-    copies = 0 if settings.acceptance == "rejection" else copies_of(entry)
+    copies = copies_of(entry)
     measured = entry.get("measured") or {}
     speedup, interval = measured.get("speedup"), measured.get("interval")
     why = f"calibrated for this call ({key})"

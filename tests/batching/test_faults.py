@@ -1,17 +1,16 @@
 """What one request of many does, or what is done to the model meanwhile, is of no harm to others, and is not lost."""
 
 import asyncio
-import copy
 import os
 import threading
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig
 from transformers.generation.streamers import BaseStreamer
 
 from tests.bases import tiny_base
-from tests.batching.requests import TREE, add, alone, final
+from tests.batching.requests import add, alone, final
 from tests.batching.test_manager import LONG, SHORT, Gate
 from tests.families import FAMILIES
 
@@ -130,19 +129,6 @@ def test_a_handler_is_not_given_what_an_older_request_of_its_id_has_left(guessin
     add(manager, newer, request_id="same")
     assert manager.get_result("same").generated_tokens == alone(guessing.base, newer)
     assert manager.get_result(timeout=0).generated_tokens == alone(guessing.base, older)
-
-
-@pytest.mark.parametrize(
-    "asked", [{"draft_tree": [[0]]}, {"generation_config": GenerationConfig(draft_tree=[[0]])}, {}], ids=str
-)
-def test_a_kept_manager_is_taken_where_it_drafts_as_asked_for(asked, guessing):
-    model = copy.copy(guessing)
-    kept = model.init_continuous_batching(slots=2, draft_tree=TREE)
-    kept.start()
-    kept.stop(keep_for_next_session=True)
-    assert model.init_continuous_batching(draft_tree=TREE) is kept
-    another = model.init_continuous_batching(**asked)
-    assert another is not kept and another.scheduler.plans.settings.draft_tree != TREE
 
 
 class Seeds(BaseStreamer):

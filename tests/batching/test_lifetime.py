@@ -1,8 +1,6 @@
 """What becomes of a manager when its model, its process, or whoever holds it changes or goes away."""
 
 import copy
-import gc
-import pickle
 import signal
 import subprocess
 import sys
@@ -13,7 +11,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_drafthead.batching import worker
+from hf_drafthead.batching import manager as managers
 from hf_drafthead.generation.batch import Batch
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import tiny_base
@@ -82,19 +80,6 @@ def test_a_model_that_is_put_into_training_mode_within_a_step(dropping, managed,
     assert result.error == TRAINED and result.generated_tokens == expected[: len(result.generated_tokens)]
 
 
-def test_a_manager_that_nobody_holds_any_more_finishes_and_ends(guessing):
-    manager = guessing.init_continuous_batching(slots=2, draft_tree=TREE)
-    manager.start()
-    thread, tracker = manager.worker._thread, manager.tracker
-    name = add(manager, ([3, 4, 5], LONG))
-    del manager
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
-    texts = [result.generated_tokens for _, result in tracker.results if result.request_id == name]
-    assert texts == [alone(guessing.base, ([3, 4, 5], LONG))]
-
-
 LEAVES = """
 import transformers
 from transformers import AutoModelForCausalLM
@@ -117,38 +102,14 @@ def test_a_process_that_ends_with_requests_ends_well():
 
 
 def test_a_process_does_not_wait_long_for_a_thread_that_is_held(guessing, managed, monkeypatch):
-    monkeypatch.setattr(worker, "LAST_STEP", 0.2)
+    monkeypatch.setattr(managers, "LAST_STEP", 0.2)
     manager, gate = managed(guessing), Gate()
     name = add(manager, ([3, 4, 5], LONG), streamer=gate)
     assert gate.reached.wait(60)
-    manager.worker._leave()
+    manager._leave()
     assert manager.is_running()
     gate.opened.set()
     assert final(manager, name).error == "RuntimeError: the manager was stopped before this request was finished"
-
-
-@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_of_a_model_has_no_manager_of_the_first(how, guessing):
-    model = copy.copy(guessing)
-    with model.continuous_batching_context_manager(persistent_manager=True, slots=2) as manager:
-        pass
-    other = how(model)
-    assert model.init_continuous_batching() is manager
-    assert other.init_continuous_batching(slots=2).model is other
-
-
-def test_a_kept_manager_has_the_settings_of_every_session(guessing):
-    model, prompts = copy.copy(guessing), [[3, 4], [5, 6]]
-    first = model.generate_batch(prompts, settings(max_new_tokens=6), persistent_manager=True, num_return_sequences=2)
-    kept = model.init_continuous_batching()
-    model.train()
-    second = model.generate_batch(prompts, settings(max_new_tokens=9, repetition_penalty=1.5), persistent_manager=True)
-    assert model.init_continuous_batching() is kept and not model.training and len(first) == 4
-    wanted = {"max_new_tokens": 9, "repetition_penalty": 1.5, "eos_token_id": None}
-    expected = [alone(model.base, (tokens, wanted)) for tokens in prompts]
-    assert [result.generated_tokens for result in second.values()] == expected
-    assert model.init_continuous_batching(slots=3) is not kept
-    assert model.init_continuous_batching().generation_config is None
 
 
 def test_several_sequences_of_a_prompt_with_a_seed_differ(guessing):
@@ -169,7 +130,7 @@ def test_an_interrupt_while_a_pause_begins_leaves_no_pause(guessing, managed):
     manager, gate = managed(guessing), Gate()
     name = add(manager, ([3, 4, 5], LONG), streamer=gate)
     assert gate.reached.wait(60)
-    waits = threading.Thread(target=interrupt_when, args=(lambda: manager.worker._pauses,))
+    waits = threading.Thread(target=interrupt_when, args=(lambda: manager._pauses,))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     try:
         waits.start()

@@ -636,15 +636,6 @@ def test_generate_batch_as_transformers_calls_it(guessing):
     assert guessing.generate_batch([]) == {}
 
 
-def test_a_manager_is_kept_for_the_next_session(guessing):
-    with guessing.continuous_batching_context_manager(persistent_manager=True, slots=2) as manager:
-        pass
-    assert guessing.init_continuous_batching() is manager and not manager.is_running()
-    guessing.destroy_cached_continuous_batching_manager()
-    manager.destroy()
-    assert guessing.init_continuous_batching(slots=2) is not manager
-
-
 @pytest.mark.parametrize("fault", ["never joined", "delivered twice", "a slot that is not freed"])
 def test_the_laws_of_the_loop_can_fail(fault, guessing, managed, monkeypatch):
     manager = managed(guessing, start=False, slots=2)

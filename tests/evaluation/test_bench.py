@@ -168,7 +168,7 @@ def test_rounding_is_told_from_a_fault_by_the_margin(loaded, monkeypatch, settin
     assert report.same_text(found) == "rounding (4 of 4)" and found.differences["largest_margin"] > 0
     (sentence,) = report.verdicts([found])
     assert "0 of 4 texts are the same, 4 differ from a near tie on (largest margin " in sentence
-    (lossy,) = measured(loaded, settings=settings, acceptance={"acceptance": "rejection"})
+    (lossy,) = measured(loaded, settings=settings, acceptance={"acceptance": "typical"})
     assert lossy.differences["rounding"] == lossy.differences["faults"] == 0
 
 
@@ -377,7 +377,7 @@ def test_an_interruption_ends_the_plan_and_is_told(loaded, monkeypatch):
 def test_copies_are_measured_with_every_acceptance_that_they_go_with():
     asked = benching.BenchPlan([], lambda name: name, PROMPTS, GREEDY, temperatures=[0.0, 1.0], lookups=[0, 4])
     found = [(kind.get("acceptance"), kind["prompt_lookup_num_tokens"]) for _, kind in asked.runs()]
-    assert found == [("exact", 0), ("exact", 4)] * 2 + [("rejection", 0), ("typical", 0), ("typical", 4)]
+    assert found == [("exact", 0), ("exact", 4)] * 2 + [("typical", 0), ("typical", 4)]
 
 
 def test_without_copies_those_of_the_calibration_are_left_out(loaded, monkeypatch):

@@ -34,7 +34,6 @@ CALLS = {
     "lookup": {"prompt_lookup_num_tokens": 4},
     "sampled": {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 0.7},
     "typical": {"do_sample": True, "acceptance": "typical"},
-    "rejection": {"do_sample": True, "acceptance": "rejection"},
 }
 READS_VALUES = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim", "_unique2"}
 INDEXES = {"index", "index_put", "index_put_"}
@@ -127,7 +126,7 @@ def moved(step, state, twin):
     vars(reader.output).update(base=twin.base, head=head, logits=head, decoder=twin.base.get_decoder())
     rules = step.members[0].rules
     with MODE:
-        step.stages = type(step.stages).of(reader, twin.drafter, step.tree, rules.rejects, CUDA)
+        step.stages = type(step.stages).of(reader, twin.drafter, step.tree, CUDA)
     step.device = CUDA
     for cache in state.rows.caches:
         cache.blocks = faked(cache.blocks)
@@ -136,7 +135,6 @@ def moved(step, state, twin):
         cache.lengths = faked(cache.lengths)
     state.rows, state.limits = faked(state.rows), faked(state.limits)
     rules.device = CUDA
-    rules.generator = None  # torch has no fake kernel that draws from a generator
     if rules.tape is not None:
         rules.tape.generator = types.SimpleNamespace(device=CUDA)
         rules.tape.drawn = faked(rules.tape.drawn)
@@ -155,8 +153,7 @@ def cases():
     for rows in (1, 3):
         for name in CALLS:
             for kind in TREES:
-                dynamic_rejects = (name, kind) == ("rejection", "dynamic")  # is refused
-                if not dynamic_rejects and (rows == 3 or name == "greedy" or kind == "static"):
+                if rows == 3 or name == "greedy" or kind == "static":
                     yield pytest.param(name, kind, rows, id=f"{name}, {kind}, {rows}")
 
 

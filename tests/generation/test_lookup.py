@@ -284,7 +284,6 @@ def test_a_step_says_how_many_of_its_guesses_were_copies(tree):
         ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
         ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
         ({"draft_tree": []}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
-        ({"prompt_lookup_num_tokens": 3, "acceptance": "rejection", "do_sample": True}, "leave one of them out"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(settings, message):

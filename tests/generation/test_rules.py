@@ -9,7 +9,6 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.noise import NoiseTape, RandomNumbers
 from hf_drafthead.generation.rules import Rules
@@ -206,9 +205,7 @@ def test_logits_of_float64_are_rounded_as_the_base_rounds_and_others_left():
     rows = SimpleNamespace(position_shift=0, visible=None, cache=SimpleNamespace(lengths=torch.ones(1)))
     values = torch.tensor([[[1.0, 1.0 + 1e-12]]], dtype=torch.float64)
     for logits, dtype in ((values, torch.float32), (values.bfloat16(), torch.bfloat16)):
-        stages = Stages(
-            SimpleNamespace(nodes=lambda *_, logits=logits: (logits, None)), None, DraftTree.root_alone(), False
-        )
+        stages = Stages(SimpleNamespace(nodes=lambda *_, logits=logits: (logits, None)), None, DraftTree.root_alone())
         verified = stages.verify(rows, None, Candidates(torch.zeros(1, 1), None)).logits
         assert verified.dtype == dtype and verified.argmax().item() == 0
 
@@ -250,20 +247,6 @@ def test_tokens_are_sampled_as_multinomial_samples_them(lockstep):
         rules.choose([0, 1, 2], logits[3] * torch.nan, sequences, [5] * ROWS)
 
 
-def test_without_noise_of_its_own_rejection_leaves_the_draws_to_multinomial():
-    logits = torch.randn(ROWS, VOCABULARY)
-    at_seed()
-    expected = torch.multinomial(logits.softmax(-1), 1)[:, 0]
-    at_seed()
-    rules = replace(rules_of(), samples=True, rejects=True)
-    assert rules.tape is None
-    assert torch.equal(rules.choose([0, 1, 2], logits, torch.zeros(ROWS, 9, dtype=torch.long), [4] * ROWS), expected)
-    ahead = rules.noise_ahead([4] * ROWS, [0], 2, VOCABULARY)
-    assert ahead.shape == (ROWS, 2, VOCABULARY) and (ahead > 0).all()
-    many = rules.noise_ahead([4] * ROWS, [0], 400, VOCABULARY)
-    assert abs(many.mean() - 1) < 0.05 and abs(many.var() - 1) < 0.15
-
-
 def test_every_node_s_choice_is_the_one_that_is_made_at_its_position():
     logits, noise = torch.randn(ROWS, 4, VOCABULARY), torch.empty(ROWS, 2, VOCABULARY).exponential_(1)
     depths = torch.tensor([[0, 1, 1, 1]])
@@ -296,40 +279,6 @@ def test_behind_an_object_that_has_drawn_guesses_know_no_noise():
     rules.choose([0, 1, 2], logits, sequences, [3] * ROWS)
     noise = rules.noise_ahead([4] * ROWS, [0, 1, 2], 2, VOCABULARY)
     assert not rules.tilt(noise).any()  # somebody else has drawn: what comes next is not known
-
-
-@pytest.mark.parametrize("alike", [True, False])
-@pytest.mark.parametrize(
-    "given",
-    [
-        processors.TopPLogitsWarper(0.7),
-        processors.RepetitionPenaltyLogitsProcessor(9.0),
-        processors.MinLengthLogitsProcessor(5, 4, device="cpu"),
-    ],
-    ids=lambda given: type(given).__name__,
-)
-def test_every_node_s_probabilities_are_those_after_its_own_prefix(given, alike):
-    trees = [DraftTree([(0,), (1,), (0, 0), (0, 0, 0)]), DraftTree([(0,), (0, 0), (0, 1), (0, 1, 0)])]
-    trees = trees[:1] * 2 if alike else trees
-    topology = trees[0].topology()
-    if not alike:
-        topology = Topology(*map(torch.cat, zip(*(tree.topology() for tree in trees))))
-    tokens = torch.tensor([[9, 1, 2, 3, 4], [9, 5, 6, 7, 8]])
-    sequences, lengths = torch.tensor([[0, 3, 9, 7, 7], [10, 6, 8, 9, 7]]), [3, 4]
-    logits = torch.randn(2, 5, VOCABULARY, dtype=torch.float64)
-    rules = rules_of([given], rows=2)
-    for given_logits in (logits, logits.float()):  # which are asked again where nothing is preferred
-        before = given_logits.clone()
-        found = rules.probabilities(given_logits, tokens, topology, sequences, lengths)
-        assert torch.equal(given_logits, before)
-    for row, tree in enumerate(trees):
-        for node in range(5):
-            line, at = [], node
-            while at:
-                line, at = [int(tokens[row, at]), *line], tree.parents[at]
-            prefix = torch.tensor([sequences[row, : lengths[row]].tolist() + line])
-            expected = given(prefix, logits[row, node][None].float()).softmax(-1)[0]
-            assert torch.equal(found[row, node], expected)
 
 
 def test_on_the_device_a_row_ends_at_an_eos_or_at_the_longest_length():

@@ -212,10 +212,6 @@ def test_other_threads_put_texts_while_steps_read_them():
         ({"lookup_texts": ["a text"]}, "lookup_texts holds strings, but no tokenizer was given: pass tokenizer=, or"),
         ({"lookup_texts": [[3, "4"]]}, "a text of lookup_texts begins [3, '4']: expected a string or token ids."),
         ({"lookup_texts": [[3, -4]]}, "a text of lookup_texts begins [3, -4]: expected a string or token ids."),
-        (
-            {"lookup_texts": [[3, 4]], "acceptance": "rejection", "do_sample": True},
-            "lookup_texts is given with acceptance='rejection', which must know how each node was drawn: leave one",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(settings, line):

@@ -73,11 +73,6 @@ def test_the_root_alone():
     assert (tree.paths, tree.parents, tree.depths) == ((), (0,), (0,))
     assert (tree.num_nodes, tree.max_depth, tree.max_rank) == (1, 0, -1)
     assert tree.topology().paths.tolist() == [[[0]]] and tree.levels() == ()
-    assert tree.without_gaps() is tree
-
-
-def test_a_tree_without_gaps():
-    assert DraftTree([(1,), (3,), (3, 2), (3, 5)]).without_gaps().paths == ((0,), (1,), (1, 0), (1, 1))
 
 
 def test_trees_of_several_rows_have_the_topologies_of_each():

@@ -151,27 +151,14 @@ def test_at_a_low_temperature_the_highest_threshold_leaves_the_greedy_text():
     assert torch.equal(out.sequences, base.generate(**prompt(), max_new_tokens=20, eos_token_id=None))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_processors_see_the_path_to_every_node(rows):
-    lenient = {"posterior_threshold": 0.0, "posterior_alpha": 0.0, "top_k": 0}
-    _, out = sampled(rows, **lenient, no_repeat_ngram_size=1, eos_token_id=None)
-    for text in out.sequences[:, 9:].tolist():
-        assert len(set(text)) == len(text)
-    assert out.accepted_lengths.max() > 1
-    _, out = sampled(rows, **lenient, min_new_tokens=15, eos_token_id=list(range(3, 40)))
-    assert not torch.isin(out.sequences[:, 9:23], torch.arange(3, 40)).any()
-    sampled(rows, **lenient, repetition_penalty=1.5)
-
-
-def test_processors_that_cannot_see_all_nodes_at_once(fallbacks):
+@pytest.mark.parametrize("asked", [{"guidance_scale": 1.5}, {"no_repeat_ngram_size": 1}], ids=str)
+def test_what_looks_at_the_text_leaves_the_call_to_the_base(asked, fallbacks):
     base = shared_base("llama")
     torch.manual_seed(0)
-    expected = base.generate(**prompt(), max_new_tokens=9, do_sample=True, guidance_scale=1.5)
+    expected = base.generate(**prompt(), max_new_tokens=9, do_sample=True, **asked)
     text = expected[0].tolist()
     model = Drafted(base, Oracle(base, [text], half_right))
     torch.manual_seed(0)
-    call = {"do_sample": True, "guidance_scale": 1.5, "acceptance": "typical"}
+    call = {"do_sample": True, "acceptance": "typical", **asked}
     assert torch.equal(model.generate(**prompt(), max_new_tokens=9, **call), expected)
-    assert fallbacks == [
-        "typical acceptance cannot show UnbatchedClassifierFreeGuidanceLogitsProcessor all nodes at once."
-    ]
+    assert fallbacks == ["typical acceptance looks at the scores of one call alone, and this one asks for more."]

@@ -8,22 +8,19 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import DraftTree
 from hf_drafthead.generation.acceptance import (
-    preferred_choices,
-    rejection_choices,
     typical_choices,
     walk_greedily,
     walk_on_device,
     walk_on_host,
 )
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import Candidates, Guesses, Limits, Rows, Walk
+from hf_drafthead.generation.state import Candidates, Limits, Rows, Walk
 
 VOCABULARY, WIDTH, EOS = 7, 40, [1, 4]
 
@@ -237,19 +234,6 @@ def test_the_walk_on_the_host_shows_what_it_emits_and_writes_to_nothing_that_it_
         assert (sequences == 6).all()
 
 
-def test_preferred_tokens_are_emitted_in_place_of_the_choice():
-    for case in cases(60):
-        preferred = [[token if place % 2 else -1 for place, token in enumerate(row)] for row in case.choice]
-        other = case._replace(choice=[[(token + 3) % VOCABULARY for token in row] for row in case.choice])
-        mixed = case._replace(
-            choice=[
-                [(token + 3) % VOCABULARY if wanted < 0 else wanted for token, wanted in zip(row, instead)]
-                for row, instead in zip(case.choice, preferred)
-            ]
-        )
-        assert_as_plain(on_host(other, rules_of(case), preferred=torch.tensor(preferred)), mixed)
-
-
 class Counts:
     """A criterion that the library does not know, which never fires."""
 
@@ -283,20 +267,6 @@ def test_in_lockstep_rows_stop_together_and_those_that_have_ended_emit_padding()
             assert int(walk.ends[row]) == (end if end - 8 <= count else 0)
         goes_on = [len(nodes) for nodes, _, end in alone.values() if not end]
         assert count <= min(goes_on, default=count)
-
-
-@pytest.mark.parametrize("taken", [True, False])
-def test_rejection_emits_the_first_child_that_passes_and_then_what_the_base_draws(taken):
-    """p / q at the children is 1.0 and 0.25 where they are taken, else 0.25 and, after the first refusal, nothing."""
-    tree = DraftTree([(0,), (1,), (0, 0)])
-    candidates = Candidates(torch.tensor([[0, 1, 2, 3]]), tree.topology())
-    p = torch.tensor([0.0, 0.5, 0.1, 0.4]).expand(1, 4, 4)
-    q = torch.tensor([0.0, 0.5 if taken else 1.0, 0.0, 0.0]).expand(1, 4, 4).clone()
-    q[:, 1] = torch.tensor([0.0, 0.0, 0.0, 1.0])
-    chance = torch.tensor([[0.9, 0.6, 0.9, 0.5]])
-    choices = rejection_choices(p, q, candidates, chance, torch.tensor([[1.0, 1.0, 1.0, 1.0]]))
-    # refused at the root: what is left of p is 0.1 and 0.4; refused below node 1: 0.5 and 0.1
-    assert choices.tolist() == ([[1, 1, -1, -1]] if taken else [[3, -1, -1, -1]])
 
 
 def eighths(case: Case, seed: int) -> list[list[list[float]]]:
@@ -339,91 +309,3 @@ def test_typical_acceptance_is_the_plain_rule_in_every_row(threshold, alpha):
         reach, rows = torch.tensor(case.reach), range(len(case.tokens))
         found = typical_choices(torch.tensor(chances).double(), case.candidates, reach, threshold, alpha)
         assert found.tolist() == [plain_typical(case, row, chances, threshold, alpha) for row in rows]
-
-
-def plain_rejection(case: Case, row: int, p, q, chance, noise) -> list[int]:
-    """SpecInfer's algorithm 2 for one row, one child after the other; a child that cannot have been drawn is none."""
-    tree, tokens, at = case.trees[row], case.tokens[row], 0
-    choices, left, drawn = [-1] * tree.num_nodes, p[row][0], list(q[row][0])
-    waiting = list(tree.children(0))
-    while waiting:
-        child = waiting.pop(0)
-        token = tokens[child]
-        if drawn[token] == 0:
-            continue
-        if chance[row][child] * drawn[token] < left[token]:
-            choices[at], at, left, drawn = token, child, p[row][child], list(q[row][child])
-            waiting = list(tree.children(child))
-            continue
-        more = [max(ours - theirs, 0.0) for ours, theirs in zip(left, drawn)]
-        left = [value / sum(more) for value in more] if sum(more) else left
-        drawn[token] = 0.0
-        drawn = [value / sum(drawn) for value in drawn] if sum(drawn) else drawn
-    last = [ours / noise[row][token] for token, ours in enumerate(left)]
-    choices[at] = last.index(max(last))
-    return choices
-
-
-def test_rejection_is_the_plain_rule_in_every_row():
-    """Of the uniform numbers some are 0: a token that the base cannot choose is refused all the same."""
-    for seed, case in enumerate(cases(50)):
-        p, q = eighths(case, seed), eighths(case, seed + 1000)
-        shape = (len(case.tokens), len(case.tokens[0]))
-        chance = torch.rand(shape, dtype=torch.float64) * torch.randint(0, 4, shape).clamp(max=1)
-        noise = torch.empty(shape[0], VOCABULARY, dtype=torch.float64).exponential_(1)
-        laws = torch.tensor(p).double(), torch.tensor(q).double()
-        found = rejection_choices(*laws, case.candidates, chance, noise)
-        plain = chance.tolist(), noise.tolist()
-        assert found.tolist() == [plain_rejection(case, row, p, q, *plain) for row in range(shape[0])]
-
-
-def test_where_rounding_leaves_nothing_of_what_the_base_says_it_is_asked_as_it_is():
-    candidates = Candidates(torch.tensor([[0, 1]]), DraftTree([(0,)]).topology())
-    q = torch.tensor([0.5, 0.5], dtype=torch.float64).expand(1, 2, 2)
-    p = torch.tensor([0.5, 0.5 - 2**-54], dtype=torch.float64).expand(1, 2, 2)
-    chance = torch.full((1, 2), 1 - 2**-53, dtype=torch.float64)
-    choices = rejection_choices(p, q, candidates, chance, torch.tensor([[2.0, 1.0]], dtype=torch.float64))
-    assert choices.tolist() == [[1, -1]]
-
-
-@pytest.mark.parametrize("acceptance", ["typical", "rejection"])
-def test_what_is_preferred_follows_the_acceptance_of_the_call(acceptance):
-    tree = DraftTree([(0,), (1,), (0, 0)])
-    case = Case([tree] * 2, [[0, 1, 2, 3], [4, 5, 6, 0]], [[0] * 4] * 2, [5, 4], [0, 0], [9, 1], 30)
-    rules = rules_of(case)
-    rules.processors.append(TemperatureLogitsWarper(0.5))
-    rules.__post_init__()
-    levels = tree.levels()
-    drafted = torch.tensor([1, 2, 3, 4, 5, 6])  # tokens that the drafter chooses among
-    guesses = [Guesses(torch.randn(2, len(level.expanded), 6), drafted) for level in levels]
-    candidates = case.candidates._replace(guesses=tuple(guesses))
-    settings = DraftPlan(tree, acceptance, 0.1, 0.6)
-    logits, reach = torch.randn(2, 4, VOCABULARY), torch.tensor(case.reach)
-    state = state_of(case, torch.zeros(2, WIDTH, dtype=torch.long))
-    torch.manual_seed(3)
-    found, valid = preferred_choices(settings, tree, rules, logits, candidates, state, reach)
-    p = (logits / 0.5).softmax(-1)
-    if acceptance == "typical":
-        expected = typical_choices(p, candidates, reach, 0.1, 0.6)
-    else:
-        q = torch.zeros_like(p)
-        for level, said in zip(levels, guesses):
-            q[:, level.expanded[:, None], drafted] = (said.logits / 0.5).softmax(-1)
-        torch.manual_seed(3)
-        expected = rejection_choices(p, q, candidates, torch.rand(2, 4), torch.empty(2, VOCABULARY).exponential_(1))
-    assert torch.equal(found, expected) and (found >= 0).any() and valid.all()
-    logits[1, 2, 3] = torch.nan
-    _, valid = preferred_choices(settings, tree, rules, logits, candidates, state, reach)
-    assert (~valid).nonzero().tolist() == [[1, 2]]
-
-
-def test_with_the_root_alone_rejection_draws_a_token_from_what_the_base_says():
-    case = Case([DraftTree.root_alone()], [[1]], [[0]], [5], [0], [9], 30)
-    settings = DraftPlan(case.trees[0], "rejection", 0.1, 0.6)
-    logits = torch.full((1, 1, VOCABULARY), -torch.inf)
-    logits[..., 4] = 0.0
-    state = state_of(case, torch.zeros(1, WIDTH, dtype=torch.long))
-    preferred, _ = preferred_choices(
-        settings, case.trees[0], rules_of(case), logits, case.candidates, state, torch.tensor([9])
-    )
-    assert preferred.tolist() == [[4]]

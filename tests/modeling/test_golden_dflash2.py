@@ -36,7 +36,7 @@ def test_two_drafting_steps(name, tmp_path):
                 tree, guesses = drafter.expand(tree, token, ZERO)
                 scores = guesses.logits[0, 0]
                 assert set(scores.isfinite().nonzero().flatten().tolist()) == set(candidates.tolist())
-                found = scores if temperature is None else guesses.chances(temperature, 128)[0, 0]
+                found = scores if temperature is None else (scores / temperature).softmax(-1)
                 torch.testing.assert_close(found[candidates], given[out + expected][0, slot], **THEIRS)
                 token = given[out + along][:, slot : slot + 1]
 

@@ -244,7 +244,7 @@ def test_without_an_entry_a_cpu_drafts_where_that_pays(guess, cost, drafted, row
 
 
 def test_what_the_cost_does_not_decide_is_not_measured():
-    for asked in ({"acceptance": "rejection"}, {"draft_tree": [[0]]}, {"draft_tree": "dynamic"}):
+    for asked in ({"acceptance": "typical"}, {"draft_tree": [[0]]}, {"draft_tree": "dynamic"}):
         assert planned(KEY, None, depth=4, **asked).switch is None
     for key in (KEY, KEY._replace(execution="compiled")):
         assert planned(key, Costs(1.25), depth=4).switch[:3] == (1.25, USUAL, ALLOWANCE)

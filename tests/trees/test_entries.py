@@ -100,7 +100,6 @@ def test_what_a_call_or_the_generation_config_says_of_copies_comes_before_the_en
     assert copied == {2}
     copied.clear()
     model.generate(**call, draft_tree=[[0]])  # a tree of its own
-    model.generate(**call, do_sample=True, acceptance="rejection")  # which must know how each node was drawn
     assert copied == set()
     model.generation_config.prompt_lookup_num_tokens = 1
     model.generate(**call)
