@@ -87,7 +87,7 @@ class Scheduler:
         self.aside.clear()
         if self.batch is not None:
             self.batch.close()
-        for request in [*iter(self.tracker.next, None), *self.tracker.begun()]:
+        for request in [*self.tracker.begun(), *iter(self.tracker.next, None)]:
             self._end(request, error)
 
     def prepared(self) -> Batch | None:
