@@ -38,7 +38,7 @@ def test_the_nodes_are_those_of_the_plain_reference_in_every_row(family):
     tree = DynamicTree(14, 3, 4)
     state, root = observed(model, tokens)
     with torch.no_grad():
-        _, (found, topology, _) = Stages.of(None, model.drafter, tree, "cpu").fill_dynamic(state, root)
+        _, (found, topology) = Stages.of(None, model.drafter, tree, "cpu").fill_dynamic(state, root)
         for row in range(3):
             state, root = observed(model, tokens[row : row + 1])
             alone = dynamic_tree(model.drafter, state, int(root), 2, 4, 14)
@@ -76,7 +76,7 @@ class Sure:
 @pytest.mark.parametrize("logit", [1e9, torch.nan, torch.inf, -torch.inf])
 def test_ties_go_to_the_node_made_first_and_no_node_is_an_orphan(logit):
     stages = Stages.of(None, Sure(logit), DynamicTree(9, 4, 3), "cpu")
-    _, (tokens, topology, _) = stages.fill_dynamic(None, torch.zeros(2, 1, dtype=torch.long))
+    _, (tokens, topology) = stages.fill_dynamic(None, torch.zeros(2, 1, dtype=torch.long))
     parents, depths = topology.parents[0].tolist(), topology.depths[0].tolist()
     assert tokens.shape == (2, 9)
     assert all(parent < node for node, parent in enumerate(parents[1:], start=1))

@@ -124,7 +124,7 @@ def test_below_a_cut_a_dynamic_tree_has_no_node_as_long_as_there_are_others():
         features = torch.randn(1, 5, 32 * len(drafter.reads), dtype=torch.float64)
         state = drafter.observe(drafter.start(1, 16), features, PROMPT, torch.tensor([5]))
         root = torch.tensor([[40]])
-        _, (tokens, topology, _) = Stages.of(None, drafter, DynamicTree(12, 3, 8), "cpu").fill_dynamic(state, root)
+        _, (tokens, topology) = Stages.of(None, drafter, DynamicTree(12, 3, 8), "cpu").fill_dynamic(state, root)
     parents = tokens[0, topology.parents[0, 1:]]
     assert (topology.depths[0] > 1).any() and (parents % 2 == 0).all()
     expected = model.base.generate(PROMPT, **CALL)

@@ -117,7 +117,7 @@ def drafted(drafter, state, root: int, depth: int, top_k: int, total_token: int)
     """The tree of the package; its scores are those of the plain reference, which names the same nodes."""
     plain = dynamic_tree(drafter, state, root, depth, top_k, total_token)
     stages = Stages.of(None, drafter, DynamicTree(total_token, depth + 1, top_k), "cpu")
-    _, (tokens, topology, _) = stages.fill_dynamic(state, torch.tensor([[root]]))
+    _, (tokens, topology) = stages.fill_dynamic(state, torch.tensor([[root]]))
     parents = [-1, *topology.parents[0, 1:].tolist()]
     return Drafted(tokens[0].tolist(), parents, topology.depths[0].tolist(), plain.scores)
 
