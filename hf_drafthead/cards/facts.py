@@ -158,7 +158,7 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
             raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): ask its author.") from error
         return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
     headers: dict[str, tuple[tuple[int, ...], str]] = {}
-    for file in checkpoint_files(name, None, {}):
+    for file in checkpoint_files(name, {}):
         with open_tensors(file) as tensors:
             slices = {key: tensors.get_slice(key) for key in tensors.keys()}
             headers |= {key: (tuple(piece.get_shape()), str(piece.get_dtype())) for key, piece in slices.items()}

@@ -16,7 +16,7 @@ from transformers.utils import cached_file, extract_commit_hash
 
 from hf_drafthead.formats.disk import Source, new_folder
 from hf_drafthead.formats.eagle3 import IDS, WRITTEN_FOR
-from hf_drafthead.modeling.gguf_files import HUB, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
+from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
 
 
 def unpack_gguf(source: str | os.PathLike, folder: str | os.PathLike, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -35,7 +35,7 @@ def unpack_gguf(source: str | os.PathLike, folder: str | os.PathLike, dtype: tor
     if file is None:
         raise ValueError(f"{os.fspath(source)!r} names no GGUF file: give models/name.gguf, or org/name/name.gguf.")
     with new_folder(folder) as staged:
-        arguments: dict[str, Any] = gguf_arguments(place, {"gguf_file": file}, {})
+        arguments: dict[str, Any] = gguf_arguments({"gguf_file": file})
         with reading_gguf(os.path.join(place, file)):
             model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **arguments)
         model.to(dtype).save_pretrained(staged)
@@ -104,10 +104,9 @@ EXPERTS = "mlp.experts."
 
 def _opened(place: str, file: str, hub: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[Any]]:
     """Where a file lies here, what it says, and its tensors as the package gguf has them."""
-    gguf_arguments(place, {"gguf_file": file}, {name: hub[name] for name in HUB if name in hub})
-    from gguf import GGUFReader  # an optional package
-
     with reading_gguf(named := os.path.join(place, file)):
+        from gguf import GGUFReader  # an optional package
+
         path = named if os.path.isfile(named) else cached_file(place, file, **hub)
         reader = GGUFReader(path)
         return path, {key: value.contents() for key, value in reader.fields.items()}, list(reader.tensors)

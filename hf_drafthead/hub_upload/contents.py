@@ -131,4 +131,4 @@ def check_weights(folder: Path, config: DraftHeadConfig) -> None:
                 f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or use an "
                 "earlier checkpoint."
             )
-    BY_MODEL_TYPE[config.model_type]._heads_alone(str(folder), config, heads, {}, None)  # as others will load them
+    BY_MODEL_TYPE[config.model_type]._heads_alone(str(folder), config, heads, {})  # as others will load them

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, ModelInfo, errors, hf_hub_download
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
-from hf_drafthead.modeling.files import first_line, in_one_line, read_json
+from hf_drafthead.modeling.files import in_one_line, read_json
 
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
@@ -128,11 +128,11 @@ def told(target: Target) -> Iterator[None]:
         yield
     except (errors.HfHubHTTPError, errors.LocalTokenNotFoundError) as error:
         status = getattr(getattr(error, "response", None), "status_code", 401)  # 401: there is no token to be sent
-        answer = getattr(error, "server_message", None) or first_line(error)
+        answer = getattr(error, "server_message", None) or in_one_line(error)
         advice = ADVICE.get(status, "push again later")
         raise OSError(f"the Hub refused the push to {target.repo_id!r} ({status}: {answer}): {advice}.") from error
     except (HTTP_ERROR, ConnectionError) as error:  # a broken connection is no OSError for the client of HTTP
         raise OSError(
-            f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {first_line(error)}): push "
+            f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {in_one_line(error)}): push "
             "again; files that were uploaded are not sent twice."
         ) from error

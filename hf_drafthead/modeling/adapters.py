@@ -5,23 +5,21 @@ They lie in the layers of the base, as transformers has them, and are part of wh
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from hf_drafthead.modeling.checkpoint import fetch_file
 from hf_drafthead.modeling.files import edit_json, open_tensors, read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-TOKEN_ADAPTER = "token_adapter"  # the name that PEFT gives a layer in which some tokens are trained
 PREFIX = "base_model.model."  # of every name in a file of PEFT's
-OF_A_WHOLE_MODEL = (f"{PREFIX}base.", f"{PREFIX}drafter.")  # in adapters that were made for base and heads as one
+PARTS = ("base.", "drafter.")  # what follows it in adapters that were made for base and heads as one
 
 
 def find_adapter(path: str, hub: Mapping[str, Any], inside: str = "") -> str | None:
@@ -45,10 +43,10 @@ def find_adapter(path: str, hub: Mapping[str, Any], inside: str = "") -> str | N
 def is_of_a_whole_model(folder: str | Path) -> bool:
     """Whether an adapter was made for a model with draft heads, base and all."""
     with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as tensors:
-        return any(name.startswith(OF_A_WHOLE_MODEL) for name in tensors.keys())
+        return any(name.removeprefix(PREFIX).startswith(PARTS) for name in tensors.keys())
 
 
-def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping[str, Tensor] | None = None) -> None:
+def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping[str, Any] | None = None) -> None:
     """Put a new adapter of a PEFT config on a model, by PEFT: transformers 5.24 asks for one that is to come."""
     if name in getattr(model, "peft_config", ()):
         raise ValueError(f"the model has an adapter {name!r} already: give the new one another name.")
@@ -57,11 +55,17 @@ def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping
     model._hf_peft_config_loaded = True
 
 
-def load_adapter(model: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> None:
-    """Put a trained adapter on a model, or its tensors into the one of this name that the model has."""
+def load_adapter(
+    model: Any, folder: str | Path, name: str = "default", trainable: bool = False, part: str = ""
+) -> None:
+    """Put a trained adapter, or what it has for a part of a whole model, on a model; or its tensors into the adapter of
+    this name that the model has."""
     peft = import_module("peft")  # nowhere else needed
     with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
-        tensors = {key.removeprefix(PREFIX): file.get_tensor(key) for key in file.keys()}
+        names = {key.removeprefix(PREFIX): key for key in file.keys()}
+        tensors = {key[len(part) :]: file.get_tensor(names[key]) for key in names if key.startswith(part)}
+    if part and not tensors:
+        return
     if name not in getattr(model, "peft_config", ()):
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.inference_mode = not trainable
@@ -95,15 +99,13 @@ def unwrapped(base: Any) -> Any:
 
 
 def adapters_of(base: nn.Module) -> dict[str, bool]:
-    """Every adapter in the layers of a base, by name, and whether it takes part in what the base computes.
-
-    None of them counts if all are merged: what the base computes is in its weights.
-    """
+    """Every adapter in the layers of a base, by name, and whether it takes part in what the base computes; none if all
+    are merged, for then that is in its weights."""
     layers: list[Any] = [module for module in base.modules() if is_adapted(module)] if "peft" in sys.modules else []
     parts = [getattr(layer, kind) for layer in layers for kind in layer.adapter_layer_names]
     names = {name for part in parts for name in getattr(part, "keys", list)()}
     merged = {name for layer in layers for name in layer.merged_adapters}
-    if not layers or merged >= names:
+    if merged >= names:
         return {}
     if merged:
         raise ValueError(
@@ -138,59 +140,40 @@ def save_adapters(base: Any, folder: Path, of: str | None, revision: str | None)
         edit_json(place / ADAPTER_CONFIG_NAME, base_model_name_or_path=of, revision=revision)
 
 
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The model's tensors as they are named without its adapters; those that are merged are in them."""
-    state, plain = dict(model.state_dict()), _plain_layers(model)
-    state = {key: tensor for key, tensor in state.items() if not key.startswith(tuple(f"{name}." for name in plain))}
-    state |= {f"{name}.{key}": tensor for name, layer in plain.items() for key, tensor in layer.state_dict().items()}
-    return {key: tensor for key, tensor in state.items() if isinstance(tensor, Tensor)}  # torch.ao's layers list more
+def plain(module: Any) -> Any:
+    """A module as it is without the adapters in its layers, of the same tensors; those that are merged are in them."""
+    return _plain(module, not adapters_of(module)) if "peft" in sys.modules else module
 
 
-def is_altered(model: nn.Module) -> bool:
-    """Whether there are adapters in the layers of a model, merged or not."""
-    return bool(_plain_layers(model))
+def _plain(module: Any, merged: bool) -> Any:
+    if is_adapted(module):
+        return _plain(module.get_base_layer(), merged)
+    if _is_replaced(module):
+        kept = getattr(module, "modules_to_save", None) if merged and module.active_adapters else None
+        return kept[module.active_adapters[0]] if kept else _plain(module.original_module, merged)
+    children = {name: child and _plain(child, merged) for name, child in module._modules.items()}
+    same = all(child is module._modules[name] for name, child in children.items())
+    return module if same else altered(module, _modules=children)
 
 
-@contextmanager
-def bare(model: nn.Module) -> Iterator[None]:
-    """The model with its plain layers in the places of those that hold adapters: quantizers save what is there."""
-    plain = _plain_layers(model)
-    held = {name: model.get_submodule(name) for name in plain}
-    try:
-        for name, layer in plain.items():
-            model.set_submodule(name, layer)
-        yield
-    finally:
-        for name, layer in held.items():
-            model.set_submodule(name, layer)
+def altered(module: Any, **attributes: Any) -> Any:
+    """The same module, in all that it consists of, with other attributes."""
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__ | attributes)
+    return other
 
 
-def _plain_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that adapters were put into, as they are without them, by name."""
-    merged, plain = not adapters_of(model), {}
-    for name, module in model.named_modules() if "peft" in sys.modules else ():
-        if name.endswith(f".{TOKEN_ADAPTER}"):  # PEFT wraps a layer with trainable tokens twice
-            name = name.removesuffix(f".{TOKEN_ADAPTER}")
-        if is_adapted(module) or _is_replaced(module):
-            layer: Any = module.get_base_layer() if is_adapted(module) else module.original_module  # type: ignore
-            if merged and (kept := getattr(module, "modules_to_save", None)) and module.active_adapters:
-                layer = kept[module.active_adapters[0]]  # what is computed with
-            plain[name] = layer
-    return plain
-
-
-def without_adapters(module: nn.Module) -> None:
+def merge_adapters(module: nn.Module) -> None:
     """Merge the adapters in a module's layers and take the layers out of them."""
     for name, layer in list(module.named_modules()):
         if is_adapted(layer):
             layer.merge()  # type: ignore[operator]
-            parent, _, own = name.rpartition(".")
-            setattr(module.get_submodule(parent), own, layer.get_base_layer())  # type: ignore[operator]
+            module.set_submodule(name, layer.get_base_layer())  # type: ignore[operator]
 
 
-def asked_by_peft(depth: int = 2) -> bool:
+def asked_by_peft() -> bool:
     """Whether PEFT's own code called the function that calls this one: it is looking for layers to adapt."""
-    return str(sys._getframe(depth).f_globals.get("__name__")).startswith("peft.")
+    return str(sys._getframe(2).f_globals.get("__name__")).startswith("peft.")
 
 
 def is_adapted(module: Any) -> bool:

@@ -3,8 +3,6 @@
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from inspect import signature
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
@@ -12,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.utils import logging
 
@@ -20,19 +17,25 @@ from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.modeling.adapters import (
     adapters_of,
     add_adapter,
+    altered,
     asked_by_peft,
-    bare,
     find_adapter,
-    is_altered,
     is_of_a_whole_model,
     load_adapter,
-    plain_state,
+    merge_adapters,
+    plain,
     save_adapters,
     unwrapped,
-    without_adapters,
 )
-from hf_drafthead.modeling.base_model import change_of_base, copy_tokenizer, has_tokenizer, is_local, replacing
-from hf_drafthead.modeling.checkpoint import is_missing_folder, weight_names
+from hf_drafthead.modeling.base_model import (
+    change_of_base,
+    copy_tokenizer,
+    has_tokenizer,
+    is_local,
+    quantizer_of,
+    replacing,
+)
+from hf_drafthead.modeling.checkpoint import WEIGHTS, is_missing_folder
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
 from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
@@ -43,25 +46,9 @@ from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_bas
 logger = logging.get_logger(__name__)
 
 
-class TrainsNothing(torch.autograd.Function):
-    """A loss of the base alone, of which a trainer is told when it asks for gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, anything: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            "the model is in eval mode, in which labels give the base's loss, which trains no heads: call .train() on "
-            "it before the training (Lightning leaves a model in the mode that it was given in)."
-        )
-
-
 SAVING = RLock()  # one save at a time replaces files of a folder
-EARLIER = {"save_function", "safe_serialization", "use_temp_dir"}  # which callers still hand to transformers
-SAVES = {*signature(PreTrainedModel.save_pretrained).parameters, *EARLIER}  # arguments of a save
-PUSHES = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags", "license"}
+SAVES = {"max_shard_size", "token", "save_peft_format", "save_original_format"}  # arguments of transformers' save
+SAVES |= {"save_function", "safe_serialization", "use_temp_dir"}  # which callers still hand to it
 
 
 class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
@@ -83,7 +70,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # each head's loss is a mean over its own labels
-    _hides_drafter = True  # from PEFT, which looks for layers to adapt
     heads_output: ClassVar[Callable[..., Any] | None] = None  # the loss of a recipe: the package sets it, see there
 
     def save_pretrained(  # type: ignore[override]
@@ -110,19 +96,19 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             include_base: whether the base lies beside the heads, whatever was found out about it.
             base_model: the name of the base that others are to load, in the place of the one of this model.
             include_tokenizer: copy the base's tokenizer, if it is on this machine and the folder has none.
-            kwargs: as in transformers (`max_shard_size`, `variant`, `push_to_hub`, ...).
+            kwargs: as in transformers (`max_shard_size`, ...).
 
         Raises:
             ValueError: `include_base=False` without `base_model` for a base that has changed; or its class cannot save
                 it.
             OSError: the folder cannot be written.
         """
-        push_arguments = {name: kwargs.pop(name) for name in PUSHES & set(kwargs)}
-        publish = kwargs.pop("push_to_hub", False)
+        if kwargs.pop("push_to_hub", False):
+            raise TypeError("save_pretrained does not publish: call push_to_hub(...).")
         if unknown := sorted(set(kwargs) - SAVES):
             raise TypeError(f"save_pretrained has no argument {unknown[0]}=: leave it out.")
         folder = Path(save_directory)
-        name, change = self._look_at_base(state_dict, folder)
+        change = self.base_change(state_dict, folder)
         beside = change is not None and base_model is None if include_base is None else include_base
         if change is not None and not beside and base_model is None:
             raise ValueError(
@@ -132,95 +118,81 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         heads = self.state_dict() if state_dict is None else state_dict
         heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
         nothing = not heads and not self.drafter.state_dict()  # copies alone
-        if state_dict and not heads and any(name.startswith("drafter.") for name in self.state_dict()):
+        if not heads and not nothing:
             raise ValueError(
                 "state_dict= has no tensor of the heads: give the names of model.state_dict() (drafter.*)."
             )
-        stored = self._stored_config(folder, beside, base_model, name)
+        stored = self._stored_config(folder, beside, base_model)
         if (uploads := publisher()) is not None:
-            _hub_upload().check_saved(stored, folder, uploads)
+            from hf_drafthead import hub_upload  # which imports this module
+
+            hub_upload.check_saved(stored, folder, uploads)
         with SAVING, replacing(folder, is_main_process) as new:
             if beside or stored.base_adapters:
-                self._save_base(new / BASE_FOLDER, stored, beside, is_main_process, state_dict, kwargs)
-            saved: Any = _with(self, config=stored)
+                self._save_base(new / BASE_FOLDER, stored, is_main_process, _of_base(state_dict), kwargs)
+            saved: Any = altered(self, config=stored)
             how = {**kwargs, "state_dict": heads, "save_original_format": False}  # renamings are of the base's layers
             super(DraftHeadPreTrainedModel, saved).save_pretrained(new, is_main_process=is_main_process, **how)
             if is_main_process and nothing:  # transformers writes no file then, and heads without one are damaged
-                save_file({}, new / weight_names(kwargs.get("variant"))[0], {"format": "pt"})
+                save_file({}, new / WEIGHTS, {"format": "pt"})
             if is_main_process and include_tokenizer:
                 for place in [new / BASE_FOLDER] * beside + [new] * (not has_tokenizer(folder)):
                     self._save_tokenizer(place)
         if beside and os.path.realpath(self.config.base_model_name_or_path or "") == os.path.realpath(folder):
             self.config.base_included = True  # its name is now that of the heads
-        if publish and is_main_process:
-            repo_id = push_arguments.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
-            shard = {name: kwargs[name] for name in ("max_shard_size", "token") if name in kwargs}
-            self.push_to_hub(repo_id, include_base=include_base, **shard, **push_arguments)
 
     def train(self, mode: bool = True) -> Any:
         """As in torch; a Trainer that would publish what others cannot load is told so when it begins."""
         if mode and self._modules.get("base") is not None and (uploads := publisher()) is not None:
+            from hf_drafthead import hub_upload
+
             being_trained = any(parameter.requires_grad for parameter in self.base.parameters())
-            _hub_upload().check_training(self.config, uploads, being_trained or self.config.base_included)
+            hub_upload.check_training(self.config, uploads, being_trained or self.config.base_included)
         return super().train(mode)
 
-    def base_change(self) -> str | None:
+    def base_change(self, state_dict: Mapping[str, Tensor] | None = None, folder: Path | None = None) -> str | None:
         """Why the base is not the one that its name in the config names, found out by looking at it; None if it is.
 
         Adapters do not count: they are saved whenever there are some.
-        """
-        return self._look_at_base(None, None)[1]
-
-    def _look_at_base(self, state_dict: Mapping[str, Tensor] | None, folder: Path | None) -> tuple[str | None, ...]:
-        """The name of the base that is here, and why that does not name it any more.
 
         Args:
-            state_dict: whose values are the base's.
+            state_dict: whose values are the base's, instead of its own.
             folder: where the model is saved, so that files of a base will not be there any more.
         """
-        base, config, as_loaded = unwrapped(self.base), self.config, self._as_loaded
-        recorded, adapters = config.base_model_name_or_path, adapters_of(base)
-        name, given = self._copies.get(recorded, recorded), _of_base(state_dict)
-        if name != recorded and change_of_base(base, config, None) is not None:  # not known to be the same
-            config = copy.copy(config)
-            config.base_model_name_or_path, config.base_model_revision, config.base_subfolder = name, None, None
-        name = config.base_model_name_or_path
+        base, config = unwrapped(self.base), self.config
+        name, adapters = config.base_model_name_or_path, adapters_of(base)
         if config.base_included:
-            return name, "it came with the heads"
+            return "it came with the heads"
         if not name:
-            return name, "it has no name"
-        if is_missing_folder(name) or as_loaded is None:
-            return name, f"there is no {name!r}"
+            return "it has no name"
+        if is_missing_folder(name) or self._as_loaded is None:
+            return f"there is no {name!r}"
         place = os.path.realpath(os.path.join(name, config.base_subfolder or ""))
         if folder is not None and place in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
-            return name, "its files are where the model is saved"
+            return "its files are where the model is saved"
         for parameter, tensor in base.named_parameters():
             if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
-                return name, f"{parameter} is being trained"
-        if _quantizes(getattr(base, "hf_quantizer", None)):
-            return name, "it was quantized when it was loaded"
-        return name, change_of_base(base, config, as_loaded, given)
+                return f"{parameter} is being trained"
+        if (quantizer := quantizer_of(base)) is not None and not quantizer.pre_quantized:
+            return "it was quantized when it was loaded"
+        return change_of_base(base, config, self._as_loaded, _of_base(state_dict))
 
-    def _stored_config(
-        self, folder: Path, beside: bool, base_model: str | os.PathLike | None, name: str | None
-    ) -> DraftHeadConfig:
-        """The config of a checkpoint in a folder, with the base, of this name, beside the heads or not."""
-        stored = copy.deepcopy(self.config)
-        name = name if base_model is None else os.fspath(base_model)
-        quantizer: Any = getattr(unwrapped(self.base), "hf_quantizer", None)
+    def _stored_config(self, folder: Path, beside: bool, base_model: str | os.PathLike | None) -> DraftHeadConfig:
+        """The config of a checkpoint in a folder, with the base beside the heads or named, by a new name if given."""
+        stored, base = copy.deepcopy(self.config), unwrapped(self.base)
+        former = stored.base_model_name_or_path
+        name = BASE_FOLDER if beside else former if base_model is None else os.fspath(base_model)
+        quantizer = quantizer_of(base)
         stored.base_quantization = None
-        if _quantizes(quantizer) and not beside and name == stored.base_model_name_or_path:
+        if quantizer is not None and not quantizer.pre_quantized and name == former:
             stored.base_quantization = quantizer.quantization_config.to_dict()
-        if name != stored.base_model_name_or_path:
-            stored.base_model_revision, stored.base_origin = None, stored.base_model_name_or_path
-        stored.base_adapters = adapters_of(unwrapped(self.base)) or None
+        stored.base_adapters = adapters_of(base) or None
         stored.check()  # before anything is written: names of adapters are those of folders
-        if beside or base_model is not None:
+        if name != former or stored.base_included:
+            if former and not stored.base_included and not is_local(former, folder):
+                stored.base_origin = former
             stored.base_model_revision = stored.base_gguf_file = stored.base_subfolder = None
-        if beside:
-            hub_id = name if name and name != BASE_FOLDER and not is_local(name, folder) else None
-            name, stored.base_origin = BASE_FOLDER, hub_id or stored.base_origin
-        stored.base_model_name_or_path, stored.base_included = name if beside else portable(name, folder), beside
+        stored.base_model_name_or_path, stored.base_included = portable(name, folder), beside
         if hasattr(stored, "draft_model_name_or_path"):
             stored.draft_model_name_or_path = portable(stored.draft_model_name_or_path, folder)
         return stored
@@ -229,35 +201,31 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         self,
         folder: Path,
         stored: DraftHeadConfig,
-        weights: bool,
         is_main_process: bool,
-        state_dict: dict[str, Tensor] | None,
+        state: dict[str, Tensor],
         how: dict[str, Any],
     ) -> None:
-        """Write the base into a folder by its own class, and its adapters by PEFT; only these without `weights`."""
-        base, adapters, state = self._adapted_base(), stored.base_adapters, _of_base(state_dict)
-        if is_altered(base):  # names of its layers, and not of the adapters in them
-            state = plain_state(base)
-        if weights:
-            quantizer = getattr(base, "hf_quantizer", None)
-            plain: dict[str, Any] = {"_hf_peft_config_loaded": False}  # adapters are not for the base's own class
-            if _is_unpacked(quantizer):
-                plain["hf_quantizer"] = None  # an unpacked GGUF file is ordinary weights
+        """Write the base into a folder by its own class, where its config says that it lies there, and its adapters."""
+        base = self._adapted_base()
+        if stored.base_included:
+            quantizer, plain_base = quantizer_of(base), plain(base)
             shards = {name: how[name] for name in ("max_shard_size",) if name in how}
             if getattr(quantizer, "pre_quantized", False):
                 shards["save_original_format"] = False  # transformers cannot undo what it did to those of bitsandbytes
+            if plain_base is base and state:  # else by names of adapted layers
+                shards["state_dict"] = state
             try:
-                with bare(base) if quantizer is not None else nullcontext():  # which saves what is there
-                    shards = {**shards, "is_main_process": is_main_process, "state_dict": state or None}
-                    _with(base, **plain).save_pretrained(folder, **shards)
+                # its own class is told of no adapters
+                alone = altered(plain_base, hf_quantizer=quantizer, _hf_peft_config_loaded=False)
+                alone.save_pretrained(folder, is_main_process=is_main_process, **shards)
             except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"the base cannot be saved beside its heads ({in_one_line(error)}): save it yourself, and name it "
                     "(include_base=False, base_model=)."
                 ) from error
-        if adapters and is_main_process:
+        if stored.base_adapters and is_main_process:
             of = stored.base_model_name_or_path
-            elsewhere = of is not None and not weights and not is_local(of, folder.parent)
+            elsewhere = of is not None and not stored.base_included and not is_local(of, folder.parent)
             save_adapters(base, folder, of if elsewhere else None, stored.base_model_revision)
 
     def _save_tokenizer(self, folder: Path) -> None:
@@ -280,7 +248,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As in torch; PEFT, which looks for layers to adapt by the ends of their names, is shown none of the heads."""
-        hidden = "drafter" if self._hides_drafter and asked_by_peft() else None
+        hidden = "drafter" if asked_by_peft() else None
         for name, module in super().named_modules(*args, **kwargs):
             if hidden is None or name.partition(".")[0] != hidden:
                 yield name, module
@@ -310,16 +278,12 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         base = self._adapted_base()
         if adapter_name in adapters_of(base):
             raise ValueError(f"the base has an adapter {adapter_name!r} already: give the new one another name.")
-        if not is_of_a_whole_model(folder):
-            load_adapter(base, folder, adapter_name, trainable)
-            return
-        self._hides_drafter = False
-        try:  # what it does to the heads becomes a part of them
-            load_adapter(self, folder, adapter_name)
-        finally:
-            del self._hides_drafter
-        without_adapters(self.drafter)
-        self._adapted_base()
+        of_both = is_of_a_whole_model(folder)
+        load_adapter(base, folder, adapter_name, trainable, "base." * of_both)
+        if of_both:  # what it does to the heads becomes a part of them
+            load_adapter(self.drafter, folder, adapter_name, part="drafter.")
+            merge_adapters(self.drafter)
+            vars(self.drafter).pop("peft_config", None)
 
     def add_adapter(self, adapter_config: Any, adapter_name: str = "default") -> None:
         """Put a new adapter of a PEFT config on the base."""
@@ -354,8 +318,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             ValueError: others could not use these heads: their base is a local path, a tensor is not finite, the card
                 is not complete.
         """
-        room = _hub_upload()
-        return room.push_model(self, room.Target(repo_id, **options)).commit
+        from hf_drafthead import hub_upload
+
+        return hub_upload.push_model(self, hub_upload.Target(repo_id, **options)).commit
 
     def forward(
         self,
@@ -404,8 +369,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         # Not every base knows every argument: pass on only what was given.
         named = with_cache(cache_argument(self.base.forward) or CACHE, arguments)
         output = self.base(**{name: value for name, value in named.items() if value is not None})
-        if labels is not None and not self.training and torch.is_grad_enabled() and not output.loss.requires_grad:
-            output.loss = TrainsNothing.apply(output.loss, torch.zeros((), requires_grad=True))
         return output
 
     @classmethod
@@ -435,8 +398,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         Raises:
             ValueError: these heads cannot learn here, in one line.
         """
-        counts: dict[str, float] = _learning().learn_from(self, prompts, answers, **settings)
-        return counts
+        from hf_drafthead import learning  # which imports this module
+
+        return learning.learn_from(self, prompts, answers, **settings)
 
     def _refuse_loss_of_others(self) -> None:
         """A trainer may put its own forward before ours, and ask for the output of a base that is frozen."""
@@ -479,26 +443,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             super()._init_weights(module)
 
 
-def _with(model: Any, **attributes: Any) -> Any:
-    """The same model, in all that it consists of, with other attributes."""
-    other = object.__new__(type(model))
-    other.__dict__.update(model.__dict__ | attributes)
-    return other
-
-
 def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """What is the base's in the state of a whole model."""
     return {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
-
-
-def _quantizes(quantizer: Any) -> bool:
-    """Whether a base that was loaded with this had other weights in its files."""
-    return quantizer is not None and not (quantizer.pre_quantized or _is_unpacked(quantizer))
-
-
-def _is_unpacked(quantizer: Any) -> bool:
-    """Whether the weights are ordinary ones, of a GGUF file."""
-    return bool(getattr(getattr(quantizer, "quantization_config", None), "dequantize", False))
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -522,17 +469,3 @@ for _name in OF_ADAPTERS:
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, DraftHeadPreTrainedModel._adapted_base))
 for _name in (*OF_EMBEDDINGS, "get_decoder"):
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, lambda model: model.base))
-
-
-def _learning() -> Any:
-    """The room in which heads learn, which imports this one."""
-    from hf_drafthead import learning
-
-    return learning
-
-
-def _hub_upload() -> Any:
-    """The room that publishes models, which imports this one."""
-    from hf_drafthead import hub_upload
-
-    return hub_upload

@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, extract_commit_hash, logging
 
-from hf_drafthead.modeling.adapters import ADAPTER_WEIGHTS, find_adapter, is_of_a_whole_model, load_adapter, plain_state
+from hf_drafthead.modeling.adapters import ADAPTER_WEIGHTS, find_adapter, is_of_a_whole_model, load_adapter, plain
 from hf_drafthead.modeling.checkpoint import (
     HTTP_ERROR,
-    NO_OPTIONS,
     checkpoint_files,
     fetch_file,
     is_missing_folder,
 )
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
 from hf_drafthead.modeling.files import in_one_line, read_json
-from hf_drafthead.modeling.gguf_files import beside, gguf_arguments, load_tokenizer, reading_gguf, split_gguf
+from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, split_gguf
 
 logger = logging.get_logger(__name__)
 
@@ -45,8 +44,9 @@ GIVE_BASE = "pass base_model= (in a shell --base-model) with its id, path or obj
 # For decoder-only models; transformers lists some of those that hear beside models with an encoder and a decoder.
 SEE_OR_HEAR = (AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoModelForSeq2SeqLM)
 OF_CONFIG = ("gguf_file", "trust_remote_code", "code_revision")  # arguments by which a config is found
+WEIGHTS_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 SAMPLES = 16  # values of a tensor by which it is known again
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth", ".h5", ".msgpack"}
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf"}
 COMPARED = 1 << 24  # values that are compared with a file at a time
 # fields of a config by which a model computes nothing else
 NOT_COMPUTED = {"dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "use_cache"}
@@ -64,49 +64,51 @@ def load_named(
     config: DraftHeadConfig | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """A base for fresh heads, or the one that the heads of a checkpoint (with its config) run on; and its origin."""
-    name, file = split_gguf(name)
-    called, wanted = f"the base {name!r}", "give the id or path of a causal language model."
+    place, file = split_gguf(name)
+    hub = {key: value for key, value in hub.items() if value is not None}
+    if os.path.isdir(place) and (inside := hub.pop("subfolder", None)):
+        place = os.path.join(place, inside)  # transformers reads generation_config.json outside of a subfolder there
+    called, wanted = f"the base {place!r}", "give the id or path of a causal language model."
     if checkpoint is not None:
         called, wanted = f"{called} of {checkpoint!r}", GIVE_BASE
-    if is_missing_folder(name):
+    if is_missing_folder(place):
         raise OSError(f"{called} was not found (there is no such folder): {wanted}")
-    hub = {key: value for key, value in hub.items() if value is not None}
-    arguments = gguf_arguments(name, {**arguments, "gguf_file": file} if file else arguments, hub)
-    file, place = arguments.get("gguf_file"), name
-    try:
-        adapter = find_adapter(name, hub)
-        if adapter is not None and fetch_file(name, CONFIG_NAME, hub) is None:
+    arguments = gguf_arguments({**arguments, "gguf_file": file} if file else arguments)
+    file = arguments.get("gguf_file")
+    with _reading(called, wanted, file):
+        adapter = find_adapter(place, hub)
+        if adapter is not None and fetch_file(place, CONFIG_NAME, hub) is None:
             place, hub = _base_of_adapter(adapter, hub)
         else:
             adapter = None  # a folder that holds both: transformers loads the two
-        with reading_gguf(file):
-            of_config = {key: arguments[key] for key in OF_CONFIG if arguments.get(key) is not None}
-            base_config = AutoConfig.from_pretrained(place, **of_config, **hub)
-    except (OSError, ValueError) as error:  # ValueError: a folder that holds no model
-        raise OSError(
-            f"{called} cannot be read ({in_one_line(error)}{'' if file else beside(name)}): {wanted}"
-        ) from error
+        of_config = {key: arguments[key] for key in OF_CONFIG if arguments.get(key) is not None}
+        base_config = AutoConfig.from_pretrained(place, **of_config, **hub)
     refuse_unfit(base_config, place, loaded=False)
     commit = commit_of(place, hub, file or CONFIG_NAME)
     if config is not None:
         check_base(config, base_config, place)
-        if commit and config.base_model_revision and commit != config.base_model_revision:
-            logger.warning_once(
-                f"these heads were trained on {config.base_model_name_or_path!r} at {config.base_model_revision}; "
-                f"the base is {place!r} at {commit}: fewer guesses may be accepted."
-            )
     hub = {**hub, "revision": commit or hub.get("revision")}
-    try:
-        with reading_gguf(file):
-            base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
-    except (OSError, HTTP_ERROR, SafetensorError) as error:
-        raise OSError(f"{called} cannot be read ({in_one_line(error)}): {wanted}") from error
+    with _reading(called, wanted, file):
+        base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
     if file is not None:
         base.name_or_path = base.config.name_or_path = place  # transformers takes the title that is in the file
     if adapter is not None:
         load_adapter(base, adapter)
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
     return base, {**origin, "base_subfolder": hub.get("subfolder") or None}
+
+
+@contextmanager
+def _reading(called: str, wanted: str, gguf_file: str | None) -> Iterator[None]:
+    """Say in one line which base cannot be read: a folder without a model, a damaged file; GGUF readers raise
+    anything."""
+    try:
+        yield
+    except Exception as error:
+        if gguf_file is None and not isinstance(error, (OSError, ValueError, HTTP_ERROR, SafetensorError)):
+            raise
+        inside = f" (its file {gguf_file!r})" if gguf_file else ""
+        raise OSError(f"{called}{inside} cannot be read ({in_one_line(error)}): {wanted}") from error
 
 
 def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -217,6 +219,12 @@ def refuse_loading_arguments(base: Any, arguments: Mapping[str, Any]) -> None:
             )
 
 
+def quantizer_of(base: Any) -> Any:
+    """What a base is quantized by; None of one with ordinary weights, as of an unpacked GGUF file."""
+    quantizer = getattr(base, "hf_quantizer", None)
+    return None if getattr(getattr(quantizer, "quantization_config", None), "dequantize", False) else quantizer
+
+
 def full_name(name: str) -> str:
     """The name of a base, wherever it will be read: a path is made absolute."""
     return str(Path(name).resolve()) if os.path.isdir(name) else name
@@ -259,42 +267,24 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
     return True
 
 
-class Fingerprint:
-    """What a base was when it was loaded: of each tensor the count of its writes, and a few values where no file that
-    its name names holds it, with which it could be compared as a whole."""
-
-    def __init__(self, base: Any, config: DraftHeadConfig) -> None:
-        stored = {name for file in _files_of(base, config) or () for name in _stored_names(file)}
-        self.tensors = {
-            name: (*_form(tensor), None if name in stored else _sample(tensor))
-            for name, tensor in plain_state(base).items()
-        }
-
-    def change(self, state: Mapping[str, Tensor]) -> str | None:
-        """Which of these tensors is not as it was; None if all are."""
-        for name, tensor in state.items():
-            (*form, writes, values), (*form_now, writes_now), now = self.tensors[name], _form(tensor), _sample(tensor)
-            if form != form_now:
-                return f"{name} has another shape or is quantized"
-            if writes != writes_now or not (values is None or now is None or _same(values, now)):
-                return f"{name} has other values"
-        return None
+def fingerprint(base: Any) -> dict[str, tuple[Any, ...]]:
+    """What a base is: of each tensor its shape, its kind, the count of its writes, and a few values."""
+    return {name: _print(tensor) for name, tensor in tensors_of(base).items()}
 
 
-def _form(tensor: Any) -> tuple[tuple[int, ...], str, int | None]:
-    """Shape, kind and count of writes of a tensor."""
-    kind = type(tensor).__name__ + str(tensor.is_floating_point())
+def tensors_of(base: Any) -> dict[str, Tensor]:
+    """The tensors of a base without its adapters, by name; torch.ao's layers list more."""
+    return {name: tensor for name, tensor in plain(base).state_dict().items() if isinstance(tensor, Tensor)}
+
+
+def _print(tensor: Any) -> tuple[Any, ...]:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return tuple(tensor.shape), kind, None if local.is_inference() else local._version
-
-
-def _sample(tensor: Any) -> Tensor | None:
-    """A few values of a tensor; None of one that is elsewhere."""
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    form = tuple(tensor.shape), type(tensor).__name__, tensor.is_floating_point()
+    writes = None if local.is_inference() else local._version
     if local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
-        return None
+        return form, writes, None
     flat = local.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
+    return form, writes, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
 
 
 def _same(before: Tensor, now: Tensor) -> bool:
@@ -303,66 +293,57 @@ def _same(before: Tensor, now: Tensor) -> bool:
     return torch.equal(before, now) or torch.equal(torch.nan_to_num(before), torch.nan_to_num(now))
 
 
-def _place_of(config: DraftHeadConfig) -> dict[str, Any]:
-    """Where, in what a config names as its base, the files of it lie on this machine."""
-    revision, subfolder = config.base_model_revision or "main", config.base_subfolder or ""
-    return {"revision": revision, "subfolder": subfolder, "local_files_only": True}
-
-
-def _files_of(base: Any, config: DraftHeadConfig) -> list[str] | None:
-    """The files of safetensors of the base that a config names, with which one can be compared; None if none are here,
-    or they have another form."""
-    if getattr(base, "hf_quantizer", None) is not None:
-        return None
-    with suppress(OSError, ValueError):
-        return checkpoint_files(str(config.base_model_name_or_path), None, _place_of(config))
-    return None
-
-
-def _stored_names(file: str) -> list[str]:
-    with safe_open(file, framework="pt") as stored:
-        return list(stored.keys())
-
-
 def change_of_base(
-    base: Any, config: DraftHeadConfig, as_loaded: Fingerprint | None, given: Mapping[str, Tensor] = NO_OPTIONS
+    base: Any, config: DraftHeadConfig, as_loaded: Mapping[str, tuple[Any, ...]], given: Mapping[str, Tensor]
 ) -> str | None:
     """What of a base is otherwise than in the place that a config names; None if nothing is.
 
-    All values of tensors that have the same name there are compared; of others, what was noted when it was loaded.
-    Without such notes it is asked whether it is known to be the same, as it is not where the files are not on this
-    machine. Tensors that are `given` stand in the place of its own.
+    All values of tensors that have the same name in files there are compared; of others, what was noted when it was
+    loaded. Tensors that are `given` stand in the place of its own.
     """
-    name, own = str(config.base_model_name_or_path), plain_state(base)
-    if as_loaded is not None and (others := sorted(set(own) ^ set(as_loaded.tensors))):
+    name, own = str(config.base_model_name_or_path), tensors_of(base)
+    if others := sorted(set(own) ^ set(as_loaded)):
         return f"{others[0]} came or went"
     folder = Path(name, config.base_subfolder or "")
     if folder.is_dir() and not any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir()):
         return f"there are no weights in {name!r}"
+    hub: dict[str, Any] = {"revision": config.base_model_revision or "main", "subfolder": config.base_subfolder or ""}
+    hub["local_files_only"] = True
+    files: list[str] = []
     with suppress(OSError, ValueError):
-        fields, _ = PreTrainedConfig.get_config_dict(name, **_place_of(config))
+        fields, _ = PreTrainedConfig.get_config_dict(name, **hub)
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
+        if quantizer_of(base) is None:
+            files = checkpoint_files(name, hub)
     rest = {**own, **given}
-    if (files := _files_of(base, config)) is None and as_loaded is None:
-        return f"{name!r} is not on this machine"
-    for file in files or ():
+    for file in files:
         with safe_open(file, framework="pt") as stored:
             for key in set(stored.keys()) & set(rest):
-                there, now = stored.get_slice(key), rest[key].detach()
-                if not now.is_floating_point() or now.is_meta or hasattr(now, "to_local") or not now.dim():
-                    continue
-                if tuple(there.get_shape()) != tuple(now.shape):
-                    return f"{key} has another shape than in {name!r}"
-                rows = max(1, COMPARED // max(1, now[:1].numel()))
-                parts = [slice(start, start + rows) for start in range(0, len(now), rows)]
-                if not all(_same(there[part].to(now.device), now[part]) for part in parts):
-                    return f"{key} has other values than in {name!r}"
-                del rest[key]
-    for key in set(given) & set(rest):
-        if key not in own or not torch.equal(given[key], own[key]):
+                if (same := _same_as(stored.get_slice(key), rest[key].detach())) is False:
+                    return f"{key} has another shape or other values than in {name!r}"
+                if same:
+                    del rest[key]
+    for key, tensor in rest.items():
+        if key in given and (key not in own or not torch.equal(tensor, own[key])):
             return f"{key} is another"
-    return None if as_loaded is None else as_loaded.change({key: rest[key] for key in set(rest) - set(given)})
+        (form, writes, values), (form_now, writes_now, now) = as_loaded[key], _print(own[key])
+        if form != form_now:
+            return f"{key} has another shape or is quantized"
+        if writes != writes_now or not (values is None or now is None or _same(values, now)):
+            return f"{key} has other values"
+    return None
+
+
+def _same_as(stored: Any, now: Tensor) -> bool | None:
+    """Whether a tensor in a file is this one; None if they cannot be compared."""
+    if not now.is_floating_point() or now.is_meta or hasattr(now, "to_local") or not now.dim():
+        return None
+    if tuple(stored.get_shape()) != tuple(now.shape):
+        return False
+    rows = max(1, COMPARED // max(1, now[:1].numel()))
+    parts = [slice(start, start + rows) for start in range(0, len(now), rows)]
+    return all(_same(stored[part].to(now.device), now[part]) for part in parts)
 
 
 def _other_field(ours: PreTrainedConfig, there: dict[str, Any]) -> str | None:
@@ -382,43 +363,35 @@ def _computed(fields: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
-    """A new folder inside `folder`, whose files take their places there when all are written; config.json comes last.
-
-    All that was there is put back if one of them cannot. A folder in it (the base) takes the place of the former one as
-    a whole. Then weights go that an earlier save left.
-    """
+    """A new folder inside `folder`, whose files take their places there when all are written, config.json last; all
+    that was there is put back if one of them cannot. Then weights go that an earlier save left."""
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"{str(folder)!r} is a file: give a folder to save in.")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
-        new = Path(name)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name, ExitStack() as undo:
+        new = Path(name, "new")
+        new.mkdir()
         yield new
         if not is_main_process:
             return
-        written = sorted(new.iterdir(), key=lambda place: (place.name == CONFIG_NAME, not place.is_dir()))
-        replaced: list[tuple[Path, Path]] = []
-        try:
-            for place in written:
-                target, former = folder / place.name, new / f"former-{place.name}"
-                if place.is_dir() and target.is_dir():
-                    target.rename(former)
-                elif target.exists():
-                    _keep(target, former)
-                replaced.append((target, former))
-                os.replace(place, target)
-        except BaseException:
-            for target, former in reversed(replaced):
-                if (new / target.name).exists() and target.exists():  # not replaced yet
-                    continue
-                if target.exists():
-                    os.replace(target, new / target.name)
-                if former.exists():
-                    os.replace(former, target)
-            raise
-        for target, former in replaced:
-            for file in former.iterdir() if former.is_dir() and not former.is_symlink() else ():
-                kept = not _of_a_model(file) or (file.is_file() and not (target / CONFIG_NAME).is_file())
-                if kept and not (target / file.name).exists():  # of the user's own, or a base where none was written
-                    os.replace(file, target / file.name)
-        _remove_earlier(folder, {place.name for place in written})
+        files = [place.relative_to(new) for place in new.rglob("*") if place.is_file()]
+        files.sort(key=lambda file: (file == Path(CONFIG_NAME), file))
+        for number, file in enumerate(files):
+            target, former = folder / file, Path(name, str(number))
+            for linked in (folder / part for part in file.parents if (folder / part).is_symlink()):
+                if linked != folder:  # what it leads to stays as it is
+                    linked.rename(former.with_suffix(".link"))
+                    undo.callback(former.with_suffix(".link").rename, linked)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                _keep(target, former)
+                undo.callback(os.replace, former, target)
+            else:
+                undo.callback(target.unlink, missing_ok=True)
+            os.replace(new / file, target)
+        undo.pop_all()
+        for place in {folder / file.parent for file in files}:
+            _remove_earlier(place, {file.name for file in files if folder / file.parent == place})
 
 
 def _keep(file: Path, former: Path) -> None:
@@ -430,28 +403,14 @@ def _keep(file: Path, former: Path) -> None:
 
 
 def _remove_earlier(folder: Path, written: set[str]) -> None:
-    """Remove weights of heads that would be read in the place of those that were written, or with them.
-
-    These are a whole file, shards and index of the same variant; and an adapter of heads and base as one, which an
-    earlier release wrote.
-    """
-    variants = {_variant(name) for name in written} - {None}
-    for file in folder.glob("model*.safetensors*"):
-        if _variant(file.name) in variants and file.name not in written:
+    """Remove weights that would be read in the place of those that were written: a whole file, shards and index; and an
+    adapter of heads and base as one, which an earlier release wrote."""
+    if not any(WEIGHTS_FILE.fullmatch(name) for name in written):
+        return
+    for file in folder.iterdir():
+        if WEIGHTS_FILE.fullmatch(file.name) and file.name not in written:
             file.unlink()
-    with suppress(OSError):  # a damaged one, which loading refuses
-        if (folder / ADAPTER_WEIGHTS).is_file() and is_of_a_whole_model(folder):
+    with suppress(OSError):  # there is none, or a damaged one, which loading refuses
+        if is_of_a_whole_model(folder):
             (folder / ADAPTER_WEIGHTS).unlink()
             (folder / ADAPTER_CONFIG_NAME).unlink(missing_ok=True)
-
-
-def _variant(name: str) -> str | None:
-    """The variant of a file of weights or of an index of them, an empty text without one; None for other files."""
-    found = re.fullmatch(r"model(\..+?)?(-\d{5}-of-\d{5})?\.safetensors(\.index(\..+)?\.json)?", name)
-    return None if found is None else found[1] or found[4] or ""
-
-
-def _of_a_model(file: Path) -> bool:
-    """Whether a file or folder is one that saving a base writes."""
-    weights = file.name.startswith(("model", "pytorch_model")) and ".safetensors" in file.name
-    return weights or file.name in (CONFIG_NAME, "generation_config.json") or (file / ADAPTER_CONFIG_NAME).is_file()

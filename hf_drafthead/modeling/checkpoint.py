@@ -80,20 +80,13 @@ def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any
     return settings
 
 
-def weight_names(variant: str | None = None) -> tuple[str, str]:
-    """The names of a checkpoint's file of weights, and of the index that stands in its place beside shards."""
-    added = f".{variant}" if variant else ""
-    return f"model{added}.safetensors", f"model.safetensors.index{added}.json"
-
-
-def checkpoint_files(path: str, variant: str | None, hub: Mapping[str, Any]) -> list[str]:
-    """The safetensors files of a checkpoint (`model.<variant>.safetensors`), in a folder or fetched from the Hub."""
-    names = weight_names(variant)
-    for name in names:
+def checkpoint_files(path: str, hub: Mapping[str, Any]) -> list[str]:
+    """The safetensors files of a checkpoint, in a folder or fetched from the Hub."""
+    for name in (WEIGHTS, INDEX):
         if (files := weights_in(path, name, hub)) is not None:
             return files
     raise OSError(
-        f"{path!r} holds no {names[0]} ({why_missing(path, names[0], hub)}): save the model there again, or give the "
+        f"{path!r} holds no {WEIGHTS} ({why_missing(path, WEIGHTS, hub)}): save the model there again, or give the "
         "folder that has it (a pickle such as pytorch_model.bin is never opened, for it can run code)."
     )
 
@@ -107,9 +100,9 @@ def why_missing(path: str, name: str, hub: Mapping[str, Any]) -> str:
         return in_one_line(error)
 
 
-def read_tensors(path: str, hub: Mapping[str, Any] = NO_OPTIONS, variant: str | None = None) -> dict[str, Tensor]:
+def read_tensors(path: str, hub: Mapping[str, Any] = NO_OPTIONS) -> dict[str, Tensor]:
     """The tensors of a checkpoint, mapped from its files; errors as of `checkpoint_files` and `map_tensors`."""
-    return map_tensors(checkpoint_files(path, variant, hub))
+    return map_tensors(checkpoint_files(path, hub))
 
 
 def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None:

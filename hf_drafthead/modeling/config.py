@@ -95,12 +95,7 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         # live base non-causal: only ever hand it a copy.
         for name in self.sub_configs:
             setattr(self, name, _sub_config(name, getattr(self, name)))
-        try:
-            super().__post_init__(**kwargs)
-        except Exception as error:  # transformers checks few of the fields that it sets
-            raise ValueError(
-                f"the config has a field that cannot be used ({in_one_line(error)}): correct it."
-            ) from error
+        super().__post_init__(**kwargs)
         if is_of_the_package(type(self)):
             self.auto_map = code_references(type(self))  # whatever a file says
         self.check()

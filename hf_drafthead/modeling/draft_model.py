@@ -25,11 +25,11 @@ from hf_drafthead.bases.releases import writing_layers
 from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import Fingerprint, change_of_base, commit_of, full_name
+from hf_drafthead.modeling.base_model import commit_of, full_name
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import next_level
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.files import first_line
+from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS
 
@@ -56,7 +56,7 @@ class DraftModelConfig(DraftHeadConfig):
         draft_config: config of the draft model; None: a fresh LLaMA of two layers and the base's other sizes.
         draft_model_name_or_path: where it comes from; a relative path is looked up in the checkpoint's own folder.
         draft_model_revision: its commit, if it came from the Hub.
-        draft_included: False in a checkpoint that only names it.
+        draft_included: False in a checkpoint of earlier releases that only names it.
     """
 
     model_type = "drafthead_draft_model"
@@ -318,13 +318,12 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         config: DraftHeadConfig,
         tensors: Mapping[str, Tensor] | None,
         hub: Mapping[str, Any],
-        variant: str | None,
     ) -> tuple[WithDraftModel, dict[str, Tensor]]:
         ours = cast(DraftModelConfig, config)
         name = ours.draft_model_name_or_path
         if name and os.path.isdir(beside := os.path.join(path, name)):
             ours.draft_model_name_or_path = name = full_name(beside)
-        if tensors is None and not ours.draft_included:
+        if tensors is None and not ours.draft_included:  # as earlier releases wrote it
             if not name:
                 raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
             fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
@@ -333,7 +332,7 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
             if ours.shared_vocabulary < ours.get_text_config().vocab_size:
                 tensors["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
             ours.draft_included = True
-        return super()._heads_alone(path, config, tensors, hub, variant)
+        return super()._heads_alone(path, config, tensors, hub)
 
     def _init_weights(self, module: nn.Module) -> None:
         # What the draft model computes instead of storing it, it knows itself; its parameters are there already.
@@ -344,41 +343,6 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def save_pretrained(  # type: ignore[override]
-        self, save_directory: str | os.PathLike, *args: Any, include_draft: bool = True, **kwargs: Any
-    ) -> None:
-        """Save the draft model; with `include_draft=False` only its name, for one that is used as it was published.
-
-        Raises:
-            ValueError: as in every family; or with `include_draft=False` there is no name, the draft model is not the
-                named one any more or would be saved over, or the base is to be included.
-        """
-        kwargs.setdefault("save_original_format", False)  # renamings of an architecture would reach the draft too
-        if not include_draft:
-            if self.config.draft_model_name_or_path is None or kwargs.get("include_base") or kwargs.get("push_to_hub"):
-                raise ValueError(
-                    "include_draft=False saves names only: the draft model must have come from a folder or the Hub, "
-                    "and include_base= and push_to_hub= are for checkpoints with weights."
-                )
-            if self.drafter.chosen:
-                raise ValueError(
-                    "include_draft=False saves names only and would lose the draft vocabulary: save it all."
-                )
-            named = copy.copy(self.config)  # compared as a base is
-            named.base_model_name_or_path, named.base_subfolder = self.config.draft_model_name_or_path, None
-            named.base_model_revision = self.config.draft_model_revision
-            change = change_of_base(self.drafter.model, named, Fingerprint(self.drafter.model, named))
-            if os.path.realpath(str(named.base_model_name_or_path)) == os.path.realpath(save_directory):
-                change = "its files are where the model is saved"
-            if change is not None:
-                raise ValueError(f"include_draft=False would lose the draft model ({change}): leave it out.")
-            kwargs["state_dict"] = {}
-        self.config.draft_included = include_draft
-        try:
-            super().save_pretrained(save_directory, *args, **kwargs)
-        finally:
-            self.config.draft_included = True
-
 
 def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
     """A draft model by its Hub id or path, in the type that it was saved in."""
@@ -386,7 +350,7 @@ def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **fetch, revision=revision or "main")
     except (OSError, ValueError) as error:  # ValueError: a folder that holds no model, or one of another kind
         raise OSError(
-            f"the draft model {name!r} cannot be loaded ({first_line(error)}): give the id or path of a small "
+            f"the draft model {name!r} cannot be loaded ({in_one_line(error)}): give the id or path of a small "
             "causal language model."
         ) from error
 

@@ -61,8 +61,8 @@ def read_ranking(tokens: str | os.PathLike | Sequence[int], **hub: Any) -> list[
                 ids = json.loads(Path(name).read_text(encoding="utf-8"))
         except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise ValueError(
-                f"{os.fspath(tokens)!r} holds no ranking ({first_line(error)}): expected a list of token ids, as JSON, "
-                "or one tensor of them as .safetensors or .pt."
+                f"{os.fspath(tokens)!r} holds no ranking ({in_one_line(error)}): expected token ids, a list in JSON "
+                "or one tensor as .safetensors or .pt."
             ) from None
     ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if not isinstance(ids, (list, tuple)) or not ids or not all(type(token) is int for token in ids):
@@ -100,14 +100,9 @@ def open_tensors(file: str | os.PathLike) -> Iterator[Any]:
             yield tensors
     except SafetensorError as error:
         raise OSError(
-            f"{os.fspath(file)!r} is not a readable safetensors file ({first_line(error)}): copy or download "
+            f"{os.fspath(file)!r} is not a readable safetensors file ({in_one_line(error)}): copy or download "
             "it again, and if it stays so, ask its author."
         ) from None
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, without a full stop."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(". ")
 
 
 def in_one_line(error: BaseException) -> str:

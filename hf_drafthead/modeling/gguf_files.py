@@ -3,16 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file, quantization_config
-from transformers.utils.import_utils import is_gguf_available
 
 from hf_drafthead.modeling.files import in_one_line
 
-INSTALL = "pip install 'hf-drafthead[gguf]'"
 HUB = ("revision", "token", "local_files_only", "cache_dir")  # arguments of a download
 
 
@@ -28,26 +25,11 @@ def split_gguf(name: str) -> tuple[str, str | None]:
     return place or os.curdir, file
 
 
-def beside(name: str) -> str:
-    """What a message says about a folder without config.json: the GGUF files that it holds."""
-    files = sorted(file.name for file in Path(name).glob("*.gguf")) if os.path.isdir(name) else []
-    return f"; it holds {', '.join(files)}: give gguf_file={files[0]!r}" if files else ""
-
-
-def gguf_arguments(place: str, arguments: Mapping[str, Any], hub: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `from_pretrained` with those that a GGUF file needs, if `gguf_file` is among them.
-
-    The weights are unpacked: left in their blocks, as transformers may leave them, they can be neither saved nor
-    computed in bfloat16 without a conversion in every product.
-    """
-    file = arguments.get("gguf_file")
-    if file is None:
+def gguf_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `from_pretrained`, by which a GGUF file among them is unpacked: in its blocks, as transformers may
+    leave them, weights can be neither saved nor computed in bfloat16 without a conversion in every product."""
+    if arguments.get("gguf_file") is None:
         return dict(arguments)
-    named = os.path.join(place, file)
-    if not is_gguf_available():
-        raise OSError(f"reading {named!r} needs the package gguf: {INSTALL}.")
-    with reading_gguf(named):
-        cached_file(place, file, **hub)
     config = getattr(quantization_config, "GgufConfig", None)  # in older versions weights are always unpacked
     unpacked = {"quantization_config": config(dequantize=True)} if config is not None else {}
     return {**unpacked, **{name: value for name, value in arguments.items() if value is not None}}
@@ -61,24 +43,20 @@ def reading_gguf(named: str | None) -> Iterator[None]:
     except Exception as error:
         if named is None:
             raise
-        raise OSError(
-            f"the GGUF file {named!r} cannot be read ({in_one_line(error)}): copy or download it again, or give the "
-            "model as safetensors if transformers does not know this kind of file."
-        ) from error
+        raise OSError(f"the GGUF file {named!r} cannot be read ({in_one_line(error)}): give another copy.") from error
 
 
 def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **arguments: Any) -> Any:
     """The tokenizer of a model, in its folder, repository or GGUF file; a fast one, where there is one."""
     place, file = split_gguf(os.fspath(name)) if gguf_file is None else (os.fspath(name), gguf_file)
-    hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
     if file is None:
         tokenizer = AutoTokenizer.from_pretrained(place, **arguments)
         if getattr(tokenizer, "is_fast", False):
             return tokenizer
         # mistral-common's tokenizer comes first where it is installed; the file of a fast one often lies beside its own
+        hub: dict[str, Any] = {name: arguments[name] for name in HUB if name in arguments}
         fast = cached_file(place, "tokenizer.json", _raise_exceptions_for_missing_entries=False, **hub)
         return tokenizer if fast is None else PreTrainedTokenizerFast.from_pretrained(place, **arguments)
-    gguf_arguments(place, {"gguf_file": file}, hub)
     with reading_gguf(os.path.join(place, file)):
         tokenizer = AutoTokenizer.from_pretrained(place, gguf_file=file, **arguments)
         config = AutoConfig.from_pretrained(place, gguf_file=file, **arguments)

@@ -2,9 +2,8 @@
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -22,9 +21,9 @@ from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP
 from hf_drafthead.modeling.adapters import activate, find_adapter, load_adapter, unwrapped
 from hf_drafthead.modeling.base_model import (
-    Fingerprint,
     auto_class,
     check_base,
+    fingerprint,
     full_name,
     is_local,
     last_layer,
@@ -45,7 +44,7 @@ logger = logging.get_logger(__name__)
 LoadedModel = TypeVar("LoadedModel", bound="LoadableModel")
 
 # Arguments of from_pretrained for the heads' own files, and for every download.
-HEADS_ARGUMENTS = {"revision", "subfolder", "variant", "_from_auto", "_from_pipeline", "adapter_kwargs"}
+HEADS_ARGUMENTS = {"revision", "subfolder", "_from_auto", "_from_pipeline", "adapter_kwargs"}
 LARGE_PROJECTIONS = 1 << 24  # parameters from which heads' own projections may be shared instead
 FOUND_BY_CALLS = {"_readers"}  # attributes
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
@@ -59,12 +58,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     config: DraftHeadConfig
     drafter_class: ClassVar[type[Drafter]]
     checkpoint_revision: str | None = None
-    _as_loaded: Fingerprint | None = None  # of the base; None if it was never loaded
-    _copies: Mapping[str | None, str | None] = MappingProxyType({})  # of a base that is named, which one is here
+    _as_loaded: Mapping[str, Any] | None = None  # what the base was; None if it was never loaded
 
-    def __init__(
-        self, config: DraftHeadConfig, build_base: bool = True, built: Callable[[Any], None] | None = None
-    ) -> None:
+    def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
         if not isinstance(config.base_config, PreTrainedConfig):
             raise ValueError(
                 f"{type(config).__name__} has no base_config: give it the config of the base, or use "
@@ -85,8 +81,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             config.last_hidden_size = width_of(self.base)
         self.drafter = self.drafter_class(config)
         self.post_init()
-        if built is not None:
-            built(self)
         if build_base:
             self.attach(self.base)
             self.drafter.copy_from_base()
@@ -157,7 +151,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.drafter.copy_from_base()
         share_start(model.drafter, loaded)
         loaded.requires_grad_(False)
-        model._as_loaded = Fingerprint(loaded, model.config)
+        model._as_loaded = fingerprint(loaded)
         model.drafter.train(loaded.training)
         model.training = loaded.training
         model._take_generation_config({})
@@ -227,22 +221,22 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         keep_picklable(self)
         return {name: value for name, value in self.__dict__.items() if name not in FOUND_BY_CALLS}
 
-    def _take_generation_config(self, heads: Mapping[str, Any]) -> None:
-        """Generate as the base does, with the heads' own settings on top."""
+    def _take_generation_config(self, stored: Mapping[str, Any]) -> None:
+        """Generate as the base does, with what is stored with the heads on top."""
         ours = HeadsGenerationConfig.of(getattr(self.base, "generation_config", None))
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
-        for name, value in DraftSettings.stored_in(heads).items():
-            setattr(ours, name, value)
+        known = {*vars(GenerationConfig()), *DraftSettings.names()} - {"transformers_version"}
+        for name in sorted(known & set(stored)):
+            if not name.startswith("_") and stored[name] is not None:
+                setattr(ours, name, stored[name])
         self.generation_config = ours
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
         cls: type[LoadedModel],
-        pretrained_model_name_or_path: str | os.PathLike | None,
+        pretrained_model_name_or_path: str | os.PathLike,
         *,
         config: DraftHeadConfig | str | os.PathLike | None = None,
-        state_dict: Mapping[str, Tensor] | None = None,
-        use_safetensors: bool | None = None,
         base_model: str | os.PathLike | nn.Module | None = None,
         base_revision: str | None = None,
         convert: bool = False,
@@ -254,11 +248,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Load trained heads and their base.
 
         Args:
-            pretrained_model_name_or_path: folder or Hub id of the heads, saved with or without their base; None with
-                `config` and `state_dict` in its place.
+            pretrained_model_name_or_path: folder or Hub id of the heads, saved with or without their base.
             config: use this config instead of the checkpoint's.
-            state_dict: the tensors of the heads, or of the whole model.
-            use_safetensors: as in transformers, for the base; heads are never read from anything else.
             base_model: Hub id, path or loaded model to use instead of the base that the config names.
             base_revision: branch, tag or commit of the base; default: the one that the heads were trained on.
             convert: the heads are in the layout of another project (`docs/formats.md` lists them); a file of weights
@@ -268,34 +259,27 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             output_loading_info: also return what transformers tells about a loading: which tensors were missing,
                 unexpected or mismatched. There are none, for such a checkpoint is refused.
             exact: give every token the same bits, drafted or not and in any batch, see `hf_drafthead.exact`.
-            kwargs: `revision`, `subfolder` and `variant` speak of the heads' checkpoint; `cache_dir`,
-                `force_download`, `local_files_only`, `proxies` and `token` of every download; all others (`dtype`,
-                `device_map`, `quantization_config`, `attn_implementation`, ...) are for the base, which is quantized as
-                it was when the heads were saved, unless `quantization_config=None`. The drafter goes to the device and
-                dtype of the base's last layer.
+            kwargs: `revision` and `subfolder` speak of the heads' checkpoint; `cache_dir`, `force_download`,
+                `local_files_only`, `proxies` and `token` of every download; all others (`dtype`, `device_map`,
+                `quantization_config`, `attn_implementation`, ...) are for the base, which is quantized as it was when
+                the heads were saved, unless `quantization_config=None`. The drafter goes to the device and dtype of the
+                base's last layer.
 
         Raises:
             OSError: heads or base are not there, or a file cannot be read.
             ValueError: the checkpoint is of another kind, a tensor is missing, unknown or of another shape, or the
                 base is not the one that the heads were made for.
         """
-        path = None if pretrained_model_name_or_path is None else os.fspath(pretrained_model_name_or_path)
-        if (path is None) != (state_dict is not None) or (path is None and not isinstance(config, PreTrainedConfig)):
-            raise ValueError(
-                "give the folder or Hub id of the heads, or None with config= and state_dict= in its place."
-            )
+        if "state_dict" in kwargs:
+            raise TypeError("state_dict= is not taken: load the heads, then model.load_state_dict(...).")
+        path = os.fspath(pretrained_model_name_or_path)
         fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
         heads = {key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)}
         hub = fetch | {key: heads[key] for key in ("revision", "subfolder") if heads.get(key) is not None}
-        adapter = dict(heads.get("adapter_kwargs") or {})  # of transformers, which found one where it looked for heads
-        adapter_path = adapter.pop("_adapter_model_path", None)
-        if use_safetensors is not None:
-            kwargs["use_safetensors"] = use_safetensors
         if isinstance(pieces := kwargs.get("device_map"), dict):  # of the whole model
             of_base = {f".{name}".removeprefix(".base").lstrip("."): place for name, place in pieces.items()}
             kwargs["device_map"] = {name: place for name, place in of_base.items() if name != "drafter"}
-        settings: Mapping[str, Any] = {}
-        tensors = state_dict
+        tensors: Any = None
         if convert:
             if config is not None:
                 raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
@@ -304,36 +288,31 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 cls, path, base_model=base_model, base_revision=base_revision, fields=fields, hub=hub
             )
         else:
-            config = read_heads_config(path or "state_dict", hub, cls.config_class, config)
-            if state_dict is not None:
-                config.base_included = any(name.startswith("base.") for name in state_dict)  # type: ignore[union-attr]
-            if path is not None:
-                settings = read_generation_settings(path, hub)
-                adapter_path = adapter_path or (path if find_adapter(path, hub) else None)
+            config = read_heads_config(path, hub, cls.config_class, config)
+            settings = read_generation_settings(path, hub)
         for name in IMPLEMENTATIONS:
             if (choice := getattr(config, f"_{name}")) is not None:
                 kwargs[name] = choice
             setattr(config, f"_{name}", None)
         # What lies beside the weights is read before the base is, which may take minutes.
-        model, inside = cls._heads_alone(
-            path or "state_dict", cast(DraftHeadConfig, config), tensors, hub, heads.get("variant")
-        )
-        model.name_or_path = model.config.name_or_path = path or ""
-        base = model._base_of(path, inside, base_model, base_revision, fetch, hub, kwargs)
-        if inside:  # the settings of base and heads are one file there
-            base.generation_config = GenerationConfig.from_dict(
-                {name: value for name, value in settings.items() if name not in DraftSettings.names()}
-            )
+        model, inside = cls._heads_alone(path, cast(DraftHeadConfig, config), tensors, hub)
+        model.name_or_path = model.config.name_or_path = path
+        if inside and base_model is None:
+            base = model._from_inside(inside, settings, kwargs)
+        else:
+            base = model._load_base(path, base_model, base_revision, fetch, hub, kwargs)
         model.attach(base)
-        model.drafter.check_values(path or "state_dict")
+        model.drafter.check_values(path)
         model._take_generation_config(settings)
         live = isinstance(base_model, nn.Module)
         if not live:  # a live model stays as it is
             base.requires_grad_(False)
-        model._as_loaded = Fingerprint(base, model.config)
+        model._as_loaded = fingerprint(base)
         model._take_adapters(path, hub, live)
-        if adapter_path is not None and (folder := find_adapter(adapter_path, {**hub, **adapter})):
-            model.load_adapter(folder)
+        if not convert:
+            of_both = dict(heads.get("adapter_kwargs") or {})  # of transformers, which looked for one with the heads
+            if folder := find_adapter(of_both.pop("_adapter_model_path", None) or path, {**hub, **of_both}):
+                model.load_adapter(folder)
         model.checkpoint_revision = heads.get("revision")
         if generation_config is not None:
             model.generation_config = HeadsGenerationConfig.of(generation_config)
@@ -349,28 +328,22 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         config: DraftHeadConfig,
         tensors: Mapping[str, Tensor] | None,
         hub: Mapping[str, Any],
-        variant: str | None,
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without a base, its drafter loaded by transformers; and tensors of a base that lie with the heads,
         as earlier releases wrote them."""
-        tensors = dict(read_tensors(path, hub, variant) if tensors is None else tensors)
+        tensors = dict(read_tensors(path, hub) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
         inside = {name: tensors.pop(name) for name in of_base}
-
-        def check(model: LoadableModel) -> None:
-            tied = model._tied("drafter").items()  # a checkpoint holds such weights once
-            there = {target: tensors[source] for target, source in tied if source in tensors} | tensors
-            check_tensors(path, there, model.state_dict())
-
+        blank = cls._blank(config, path)  # checked before it takes memory
+        tied = blank._tied("drafter").items()  # a checkpoint holds such weights once
+        there = {target: tensors[source] for target, source in tied if source in tensors} | tensors
+        check_tensors(path, there, blank.state_dict())
         if not tensors:  # copies alone
-            model = cls._blank(config, path).eval()
-            check(model)
-            return model, inside
+            return blank.eval(), inside
         for holder in filter(None, (config, config.base_config)):  # of a base that is not here
             vars(holder).pop("quantization_config", None)
-        with _building(path):  # and checked before it takes memory
-            model = super().from_pretrained(None, config=config, state_dict=tensors, build_base=False, built=check)
-        return model, inside
+        with _building(path):
+            return super().from_pretrained(None, config=config, state_dict=tensors, build_base=False), inside
 
     @classmethod
     def _blank(cls: type[LoadedModel], config: DraftHeadConfig, path: str) -> LoadedModel:
@@ -378,10 +351,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         with _building(path), torch.device("meta"), no_init_weights():
             return cls(config, build_base=False)
 
-    def _base_of(
+    def _load_base(
         self,
-        path: str | None,
-        inside: dict[str, Tensor],
+        path: str,
         chosen: str | os.PathLike | nn.Module | None,
         revision: str | None,
         fetch: Mapping[str, Any],
@@ -389,65 +361,69 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         arguments: dict[str, Any],
     ) -> Any:
         """The base that these heads run on, checked against what they were trained for: the one that the user has
-        chosen, one of which the tensors lie with the heads, or the one that the config names.
+        chosen, the one beside them, or the one that the config names.
 
         Args:
             fetch, hub: keyword arguments of every download, and of those of the heads.
             arguments: for loading the base.
         """
-        config, place = self.config, _place(path, hub)
+        config, inside = self.config, hub.get("subfolder")
+        place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
+        beside, recorded = config.base_included, config.base_model_name_or_path
         if isinstance(chosen, nn.Module):
             base = unwrapped(chosen)
             origin = _origin_of(base, arguments)
             check_base(config, base.config, origin["base_model_name_or_path"] or type(base).__name__)
-        elif chosen is not None:
-            named = {**fetch, "revision": revision or "main"}
-            base, origin = load_named(os.fspath(chosen), named, arguments, checkpoint=place, config=config)
-        elif config.base_included:
-            if revision is not None:
-                raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
-            arguments["use_safetensors"] = True  # a pickle could run code
-            if inside:
-                return self._from_inside(inside, arguments)
-            if os.path.isdir(folder := os.path.join(place, BASE_FOLDER)):
-                base, _ = load_named(folder, fetch, arguments, checkpoint=place, config=config)
-            else:
-                subfolder = "/".join(filter(None, (hub.get("subfolder"), BASE_FOLDER)))
-                named = {"revision": "main", **hub, "subfolder": subfolder}
-                base, _ = load_named(str(path), named, arguments, checkpoint=place, config=config)
-            return base
         else:
-            named = {**fetch, "revision": revision or config.base_model_revision or "main"}
-            named["subfolder"] = config.base_subfolder
-            arguments = {**arguments, "gguf_file": arguments.get("gguf_file") or config.base_gguf_file}
-            if config.base_quantization is not None and "quantization_config" not in arguments:
-                arguments["quantization_config"] = _quantization(config.base_quantization)
-            base, origin = load_named(locate_base(config, place), named, arguments, checkpoint=place, config=config)
-        # A Hub id stays as the record of what the heads were trained for; a path is only where the base lies here.
-        recorded, name = config.base_model_name_or_path, origin["base_model_name_or_path"]
-        if name and (chosen is None or config.base_included or not recorded or is_local(recorded, place)):
-            config.base_model_name_or_path = recorded = name
-            config.base_model_revision = origin.get("base_model_revision")
-            if chosen is not None:
-                config.base_gguf_file, config.base_included = origin.get("base_gguf_file"), False
-        self._copies = {recorded: name}
+            named = {**fetch, "revision": revision or "main"}
+            if chosen is None and beside:
+                if revision is not None:
+                    raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
+                name, arguments = path, {**arguments, "use_safetensors": True}  # a pickle could run code
+                named = {"revision": "main", **hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
+            elif chosen is None:
+                name, arguments = locate_base(config, place), dict(arguments)
+                named |= {"revision": revision or config.base_model_revision or "main"}
+                named |= {"subfolder": config.base_subfolder}
+                arguments.setdefault("gguf_file", config.base_gguf_file)
+                if config.base_quantization is not None and "quantization_config" not in arguments:
+                    arguments["quantization_config"] = _quantization(config.base_quantization)
+            else:
+                name = os.fspath(chosen)
+            base, origin = load_named(name, named, arguments, checkpoint=place, config=config)
+        if chosen is None and beside:
+            return base
+        if (name := origin["base_model_name_or_path"]) != recorded:
+            if recorded and not beside and not is_local(recorded, place):
+                config.base_origin = recorded
+            origin = {**dict.fromkeys(("base_model_revision", "base_gguf_file", "base_subfolder")), **origin}
+        config.update({**origin, "base_included": False})
         return base
 
-    def _from_inside(self, tensors: Mapping[str, Tensor], arguments: dict[str, Any]) -> Any:
-        """The base of which the tensors lie with the heads, as earlier releases wrote them."""
+    def _from_inside(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], arguments: Any) -> Any:
+        """The base of which the tensors lie with the heads, as earlier releases wrote them, settings and all."""
         path, state = self.config.name_or_path, {name[5:]: tensor for name, tensor in tensors.items()}
-        config: Any = copy.deepcopy(self.config.base_config)
         with _building(path):
             with torch.device("meta"), no_init_weights():
-                kind = type(auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=False))
+                kind: Any = type(
+                    auto_class(self.config.base_config).from_config(
+                        copy.deepcopy(self.config.base_config), trust_remote_code=False
+                    )
+                )
             base, info = kind.from_pretrained(
-                None, config=config, state_dict=state, **arguments, output_loading_info=True
+                None,
+                config=copy.deepcopy(self.config.base_config),
+                state_dict=state,
+                **arguments,
+                output_loading_info=True,
             )
         if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])):
             raise ValueError(f"{path!r} does not fit its config: its base and {wrong[0]!r}: correct config.json.")
+        of_base = {name: value for name, value in settings.items() if name not in DraftSettings.names()}
+        base.generation_config = GenerationConfig.from_dict(of_base)
         return base
 
-    def _take_adapters(self, path: str | None, hub: Mapping[str, Any], live: bool) -> None:
+    def _take_adapters(self, path: str, hub: Mapping[str, Any], live: bool) -> None:
         """Put the adapters on the base that it had when the heads were saved."""
         config, older = self.config, self.config.adapter_name_or_path
         wanted = dict(config.base_adapters or ({"default": True} if older else {}))
@@ -458,7 +434,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             )
             return
         for name in wanted:
-            folder = find_adapter(path, hub, os.path.join(BASE_FOLDER, name) if not older else older) if path else None
+            folder = find_adapter(path, hub, older or os.path.join(BASE_FOLDER, name))
             if folder is None and older:
                 fetch = {key: value for key, value in hub.items() if key != "subfolder"}
                 folder = find_adapter(older, {**fetch, "revision": config.adapter_revision or "main"})
@@ -500,12 +476,6 @@ def _building(path: str) -> Iterator[None]:
         raise ValueError(
             f"{path!r} cannot be built from its config ({in_one_line(error)}): correct config.json."
         ) from error
-
-
-def _place(path: str | None, hub: Mapping[str, Any]) -> str:
-    """The folder to which a relative path of the base refers, or the heads' Hub id."""
-    inside = hub.get("subfolder")
-    return os.curdir if path is None else os.path.join(path, inside) if inside and os.path.isdir(path) else path
 
 
 def _formats() -> Any:

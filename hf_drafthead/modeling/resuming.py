@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_drafthead.modeling.adapters import load_adapter, plain_state, unwrapped
-from hf_drafthead.modeling.base_model import load_named
+from hf_drafthead.modeling.adapters import load_adapter, unwrapped
+from hf_drafthead.modeling.base_model import load_named, tensors_of
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.files import read_json
 
@@ -32,7 +32,7 @@ def restore_base(model: Any, folder: Path) -> None:
     """Give a model's base the weights and adapters that lie beside the heads in a checkpoint, in place."""
     base, saved = unwrapped(model.base), read_json(folder / "config.json")
     if saved.get("base_included") and getattr(base, "hf_quantizer", None) is None:  # else nothing of it was trained
-        state = plain_state(base)
+        state = tensors_of(base)
         fresh = load_named(str(folder / BASE_FOLDER), {}, {"dtype": base.dtype})[0].state_dict()
         if other := sorted(set(state) ^ set(fresh)):
             raise ValueError(

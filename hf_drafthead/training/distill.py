@@ -232,7 +232,7 @@ def load_model(name: str, **load: Any) -> tuple[Any, Any]:
     place, file = split_gguf(name)
     try:
         device_map = {"device_map": "auto"} if torch.accelerator.is_available() else {}
-        options = gguf_arguments(place, {"dtype": "auto", **({"gguf_file": file} if file else {}), **load}, {})
+        options = gguf_arguments({"dtype": "auto", "gguf_file": file, **load})
         with reading_gguf(file):
             model = AutoModelForCausalLM.from_pretrained(place, **device_map, **options)
     except OSError as error:

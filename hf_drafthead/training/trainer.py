@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.modeling.adapters import add_adapter, without_adapters
+from hf_drafthead.modeling.adapters import add_adapter, merge_adapters
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_recipe
 from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
@@ -283,7 +283,7 @@ def adapters_off(base: Any) -> Iterator[None]:
 
 def merge_lora(model: DraftHeadPreTrainedModel) -> None:
     """Merge the adapters into the base's weights and remove them: *exact* then refers to the merged base."""
-    without_adapters(model.base)
+    merge_adapters(model.base)
 
 
 def adapter_layers(base: Any) -> list[Any]:

@@ -95,7 +95,7 @@ def _convert(file: Path) -> None:
     """Write weights, config and tokenizer of a GGUF file to FOLDER, and when they are whole the note that says so."""
     from transformers import AutoModelForCausalLM
 
-    arguments = gguf_arguments(str(file.parent), {"gguf_file": file.name}, {})
+    arguments = gguf_arguments({"gguf_file": file.name})
     tokenizer = load_tokenizer(file)
     tokenizer.model_max_length = POSITIONS
     # rounded after they were unpacked, so that no version's way of unpacking changes a bit

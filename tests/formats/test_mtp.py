@@ -418,7 +418,7 @@ def test_a_ranking_may_be_a_file_as_others_publish_it(glm, tmp_path):
     save_file({"one": torch.zeros(2), "two": torch.zeros(2)}, tmp_path / "two.safetensors")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "freq_3.pt").read_bytes()[:40])
     for name in ("code.pt", "two.safetensors", "cut.pt"):
-        with pytest.raises(ValueError, match="holds no ranking .*: expected a list of token ids, as JSON") as caught:
+        with pytest.raises(ValueError, match="holds no ranking .*: expected token ids, a list in JSON") as caught:
             MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / name)
         assert "\n" not in str(caught.value)
     with pytest.raises(OSError):

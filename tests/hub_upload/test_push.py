@@ -155,15 +155,6 @@ print(json.dumps(texts))
     assert all("base/config.json" in commit.files for commit in hub.repos["org/heads"].commits[1:])
 
 
-def test_save_pretrained_publishes_in_the_same_way(hub, base, clients):
-    code = TRAINED + "model.save_pretrained('heads', push_to_hub=True, repo_id='org/heads', license='mit')"
-    assert clients.run(code, token="hf_owner", seed=0).code == 0
-    assert set(hub.repos["org/heads"].files()) - {".gitattributes"} == SENT
-    code += "\nmodel.save_pretrained('org-heads', push_to_hub=True, commit_message='more', license='mit')"
-    assert clients.run(code, token="hf_owner", seed=0).code == 0
-    assert hub.repos["owner/org-heads"].commits[-1].title == "more"
-
-
 def test_figures_go_along_with_the_heads_that_they_are_of(hub, base, clients, models, tmp_path):
     (tmp_path / "heads").mkdir()
     code = (

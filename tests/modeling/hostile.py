@@ -143,7 +143,7 @@ def cut_off(folder: Path) -> None:
 
 
 BIAS = "drafter.blocks.0.bias"
-UNREADABLE = "is not a readable safetensors file ("
+UNREADABLE = "is not a readable safetensors file (SafetensorError: "
 NO_JSON = "is not readable JSON ("
 
 # of each good checkpoint what is done to it, and what the message says

@@ -217,18 +217,24 @@ def test_an_argument_that_saving_does_not_know(heads, save):
         getattr(MedusaForCausalLM.from_pretrained(heads), save)(str(heads), include_code=True)
 
 
+def test_arguments_of_transformers_that_would_be_ignored(heads):
+    model = MedusaForCausalLM.from_pretrained(heads)
+    with refused(TypeError, "state_dict= is not taken: load the heads, then model.load_state_dict(...)."):
+        MedusaForCausalLM.from_pretrained(heads, state_dict=model.state_dict())
+    with pytest.raises(TypeError, match="has no argument variant="):
+        model.save_pretrained(heads, variant="fp16")
+    with refused(TypeError, "save_pretrained does not publish: call push_to_hub(...)."):
+        model.save_pretrained(heads, push_to_hub=True)
+
+
+def test_a_folder_that_is_a_file(heads):
+    (heads.parent / "file").write_text("mine")
+    with refused(OSError, "'...file' is a file: give a folder to save in."):
+        MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads.parent / "file")
+
+
 def test_an_argument_that_accelerate_hands_on(heads):
     MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads, save_function=print)
-
-
-def test_neither_a_checkpoint_nor_what_takes_its_place(heads):
-    model = MedusaForCausalLM.from_pretrained(heads)
-    message = "give the folder or Hub id of the heads, or None with config= and state_dict= in its place."
-    for given in ({}, {"config": model.config}, {"state_dict": model.state_dict()}):
-        with refused(ValueError, message):
-            MedusaForCausalLM.from_pretrained(None, **given)
-    with refused(ValueError, message):
-        MedusaForCausalLM.from_pretrained(heads, config=model.config, state_dict=model.state_dict())
 
 
 @pytest.mark.parametrize("fields", [[], "x", {}, {"quant_method": "none"}, {"quant_method": 2}])

@@ -183,7 +183,7 @@ def test_adapters_that_are_partly_merged_are_refused(named, tmp_path):
 
 
 @pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("name", ["base", "model.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["base/model.safetensors", "model.safetensors", "config.json"])
 def test_all_is_put_back_where_a_replacement_could_not_be(named, tmp_path, monkeypatch, name, links):
     model, replace = MedusaForCausalLM.from_base(named), os.replace
     edit_one_value(model.base)
@@ -192,7 +192,7 @@ def test_all_is_put_back_where_a_replacement_could_not_be(named, tmp_path, monke
     before = sorted((tmp_path / "saved").rglob("*"))
 
     def full(place, target):
-        if Path(target) == tmp_path / "saved" / name and Path(place).name == name:
+        if Path(target) == tmp_path / "saved" / name and not Path(place).name.isdigit():
             raise OSError(28, "No space left on device")
         replace(place, target)
 

@@ -1,6 +1,7 @@
 """A draft model drafts what it would write itself, wherever it is loaded from, and is refused where it cannot."""
 
 import re
+import shutil
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModel, LlamaConfig, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from hf_drafthead.modeling import DraftModelConfig, DraftModelForCausalLM
+from hf_drafthead.modeling.files import edit_json
 from tests.bases import VOCABULARY, tiny_base
 
 CHAIN = [[0] * depth for depth in range(1, 5)]
@@ -76,16 +78,17 @@ def test_it_drafts_what_it_would_write_itself(base, kind):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_saved_with_its_weights_by_name_and_with_the_base(base, kind, tmp_path):
+def test_it_is_saved_with_its_weights_and_with_the_base_and_was_by_name(base, kind, tmp_path):
     draft = tiny_base(kind, seed=5)
     base.save_pretrained(tmp_path / "base")
     draft.save_pretrained(tmp_path / "draft")
     model = DraftModelForCausalLM.from_base(tmp_path / "base", draft=tmp_path / "draft")
     assert torch.equal(model.generate(**PROMPTS, **LONG, draft_tree=TREE), base.generate(**PROMPTS, **LONG))
-    model.save_pretrained(tmp_path / "named", include_draft=False)
     model.save_pretrained(tmp_path / "heads")
+    shutil.copytree(tmp_path / "heads", tmp_path / "named")  # as earlier releases wrote it with include_draft=False
+    (tmp_path / "named" / "model.safetensors").unlink()
+    edit_json(tmp_path / "named" / "config.json", draft_included=False)
     model.save_pretrained(tmp_path / "whole", include_base=True)
-    assert not list((tmp_path / "named").glob("*.safetensors"))
     for form in ("named", "heads", "whole"):
         loaded = AutoModel.from_pretrained(tmp_path / form)
         assert type(loaded) is DraftModelForCausalLM and loaded.config.family == "draft-model"
@@ -217,29 +220,6 @@ def test_a_draft_model_that_is_not_there(base, tmp_path):
             rf"the draft model '{name}' cannot be loaded \(.*\): give the id or path of a small causal language model."
         )
         refused(OSError, line, partial(DraftModelForCausalLM.from_base, base, draft=name, local_files_only=True))
-
-
-def test_a_name_that_nobody_gave(base, tmp_path):
-    model = DraftModelForCausalLM.from_base(base)
-    line = "include_draft=False saves names only: .*"
-    refused(ValueError, line, lambda: model.save_pretrained(tmp_path, include_draft=False))
-
-
-def test_a_draft_model_that_its_name_does_not_give_again_is_not_only_named(base, tmp_path):
-    base.save_pretrained(tmp_path / "base")
-    tiny_base(seed=5).save_pretrained(tmp_path / "draft")
-    model = DraftModelForCausalLM.from_base(tmp_path / "base", draft=tmp_path / "draft")
-    model.save_pretrained(tmp_path / "named", include_draft=False)
-    loaded = AutoModel.from_pretrained(tmp_path / "named")
-    loaded.save_pretrained(tmp_path / "deeper" / "named", include_draft=False)
-    assert_same(model, AutoModel.from_pretrained(tmp_path / "deeper" / "named"))
-    for one in (model, loaded):
-        line = r"include_draft=False would lose the draft model \(its files are where .*\): leave it out."
-        refused(ValueError, line, partial(one.save_pretrained, tmp_path / "draft", include_draft=False))
-        with torch.no_grad():
-            one.drafter.model.lm_head.weight[5, 3] += 1
-        line = r"include_draft=False would lose the draft model \(lm_head.weight has other values .*\): leave it out."
-        refused(ValueError, line, partial(one.save_pretrained, tmp_path / "named", include_draft=False))
 
 
 def test_what_it_is_trained_on_is_what_it_drafts(base):

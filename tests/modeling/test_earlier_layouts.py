@@ -98,11 +98,11 @@ def test_an_adapter_of_the_base(tmp_path, family, place):
 
 
 @families
-def test_an_adapter_of_base_and_heads_as_one(tmp_path, family):
+def test_an_adapter_of_base_and_heads_as_one(tmp_path, monkeypatch, family):
     model = heads(family, tmp_path)
-    model._hides_drafter = False
-    wrapped = get_peft_model(model, LoraConfig(**LORA)).eval()
-    wrapped.save_pretrained(tmp_path / "heads")
+    with monkeypatch.context() as earlier:
+        earlier.setattr("hf_drafthead.modeling.base.asked_by_peft", lambda: False)
+        get_peft_model(model, LoraConfig(**LORA)).eval().save_pretrained(tmp_path / "heads")
     loaded = AutoModel.from_pretrained(tmp_path / "heads")
     check(loaded, model.base)
     features = torch.randn(1, 4, 32, dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModel, GenerationConfig, Trainer, TrainingArguments
 
-from hf_drafthead import DraftModelForCausalLM, MedusaForCausalLM
+from hf_drafthead import MedusaForCausalLM
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer, save_base
 from tests.families import FAMILIES
@@ -47,12 +47,6 @@ def test_every_family_keeps_the_base_s_flags(family, include_base, tmp_path):
         assert model.generation_config.draft_tree == [[0], [0, 0]]
         model.generation_config.calibration = [{"tree": [[0]]}]
         model.generation_config.save_pretrained(folder)
-
-
-def test_a_draft_model_that_is_only_named_keeps_them(base, tmp_path):
-    model = DraftModelForCausalLM.from_base(base, draft=str(base))
-    model.save_pretrained(tmp_path / "names", include_draft=False)
-    assert json.loads((tmp_path / "names/generation_config.json").read_text())["top_p"] == 0.6
 
 
 def test_a_config_that_was_given_is_kept(base, tmp_path):

@@ -89,7 +89,7 @@ def test_heads_move_to_the_same_base_as_safetensors(place, tmp_path):
 
 
 def test_another_base_in_a_file(place, tmp_path):
-    base = AutoModelForCausalLM.from_pretrained(place, **gguf_files.gguf_arguments(place, {"gguf_file": FILE}, {}))
+    base = AutoModelForCausalLM.from_pretrained(place, **gguf_files.gguf_arguments({"gguf_file": FILE}))
     base.save_pretrained(tmp_path / "base")
     MedusaForCausalLM.from_base(tmp_path / "base", num_draft_heads=2).save_pretrained(tmp_path / "heads")
     model = MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=place / FILE)
@@ -119,23 +119,15 @@ def test_an_unknown_architecture_is_refused(tmp_path):
         MedusaForCausalLM.from_base(tmp_path / FILE)
 
 
-def test_what_is_there_is_named(place, tmp_path):
-    with pytest.raises(OSError, match=f"cannot be read .*it holds {FILE}: give gguf_file='{FILE}'"):
-        MedusaForCausalLM.from_base(place)
-    with pytest.raises(OSError, match="other.gguf' cannot be read"):
+def test_a_file_that_is_not_there_is_named(place, tmp_path):
+    with pytest.raises(OSError, match=r"other.gguf'.* cannot be read"):
         MedusaForCausalLM.from_base(place / "other.gguf")
     MedusaForCausalLM.from_base(place / FILE, num_draft_heads=2).save_pretrained(tmp_path / "heads")
     moved = shutil.copytree(tmp_path / "heads", tmp_path / "moved")
     config = json.loads((moved / "config.json").read_text()) | {"base_gguf_file": "gone.gguf"}
     (moved / "config.json").write_text(json.dumps(config))
-    with pytest.raises(OSError, match="gone.gguf' cannot be read"):
+    with pytest.raises(OSError, match=r"gone.gguf'\) cannot be read"):
         MedusaForCausalLM.from_pretrained(moved)
-
-
-def test_without_the_package(place, monkeypatch):
-    monkeypatch.setattr(gguf_files, "is_gguf_available", lambda: False)
-    with pytest.raises(OSError, match=r"needs the package gguf: pip install 'hf-drafthead\[gguf\]'"):
-        MedusaForCausalLM.from_base(place / FILE)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
