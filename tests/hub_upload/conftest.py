@@ -1,5 +1,6 @@
 """The loopback Hub and its clients, one of each for all tests here; every test finds the Hub empty."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,6 +37,19 @@ def tokens_of(hub: LoopbackHub) -> set[str]:
 @pytest.fixture
 def clients(running) -> Clients:
     return running[1]
+
+
+@pytest.fixture
+def base(hub, models):
+    """org/base on the Hub."""
+    return hub.add("org/base", {path.name: path.read_bytes() for path in (models / "base").iterdir()})
+
+
+@pytest.fixture
+def folder(models, tmp_path) -> Path:
+    """A checkpoint without a card, that may go out once its base is named."""
+    shutil.copytree(models / "medusa", tmp_path / "heads")
+    return tmp_path / "heads"
 
 
 @pytest.fixture(scope="session")

@@ -14,18 +14,6 @@ from hf_drafthead.modeling import MedusaConfig, MtpConfig
 from tests.hub_upload.test_push import PUSH, command, content
 
 
-@pytest.fixture
-def base(hub, models):
-    return hub.add("org/base", content(models / "base"))
-
-
-@pytest.fixture
-def folder(models, tmp_path) -> Path:
-    """A checkpoint that may go out, once its base is named."""
-    shutil.copytree(models / "medusa", tmp_path / "heads")
-    return tmp_path / "heads"
-
-
 def set_first(folder: Path, value: float) -> None:
     tensors = load_file(folder / "model.safetensors")
     tensors["drafter.blocks.0.bias"][0] = value

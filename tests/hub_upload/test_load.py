@@ -23,11 +23,6 @@ def content(folder: Path, **edits) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def base(hub, models):
-    return hub.add("org/base", content(models / "base"))
-
-
-@pytest.fixture
 def heads(hub, base, models):
     """Heads that name the base's commit."""
     edits = {"base_model_name_or_path": "org/base", "base_model_revision": base.refs["main"]}
@@ -100,12 +95,9 @@ def test_the_heads_get_the_commit_of_the_base_that_they_were_trained_on(hub, bas
 model = AutoModel.from_pretrained("org/heads", **words)
 print(json.dumps(model.generation_config.max_length == 99))
 """
-    as_it_was = clients.run(code, words={})
-    assert as_it_was.said is False and "were trained on" not in as_it_was.err
+    assert clients.run(code, words={}).said is False
     assert hub.count("GET", f"/org/base/resolve/(?!{trained_on})") == 0
-    newer = clients.run(code, words={"base_revision": "main"})
-    assert newer.said is True
-    assert f"these heads were trained on 'org/base' at {trained_on}" in newer.err
+    assert clients.run(code, words={"base_revision": "main"}).said is True
 
 
 def test_a_draft_model_of_the_hub_is_recorded_with_its_commit(hub, base, clients, models):
@@ -227,15 +219,6 @@ def test_a_busy_storage_says_whose_file_it_is(hub, base, heads, clients):
     assert load(clients, home="busy").code == 0
 
 
-def test_a_repository_without_heads(hub, base, clients):
-    line = last_line(clients.run("MedusaForCausalLM.from_pretrained('org/base')"))
-    assert line.startswith("ValueError: 'org/base' holds a 'llama' model without draft heads: give the folder")
-    hub.add("org/empty", {"README.md": b"soon"})
-    assert last_line(clients.run("MedusaForCausalLM.from_pretrained('org/empty')")).startswith(
-        "OSError: 'org/empty' is no draft-head checkpoint ("
-    )
-
-
 def test_a_pickle_is_never_opened(hub, heads, clients):
     files = dict(heads.files())
     files["pytorch_model.bin"] = files.pop("model.safetensors")
@@ -244,17 +227,6 @@ def test_a_pickle_is_never_opened(hub, heads, clients):
         line = last_line(load(clients, loader=loader))
         assert line.startswith("OSError: 'org/heads' holds no model.safetensors (") and "a pickle such as" in line
     assert not any(one.storage for one in hub.asked)
-
-
-def test_a_truncated_file(hub, heads, clients):
-    files = dict(heads.files())
-    files["model.safetensors"] = files["model.safetensors"][:-50]
-    hub.add("org/heads", files)
-    line = last_line(load(clients, loader="AutoModel"))
-    assert (
-        "model.safetensors' is not a readable safetensors file (" in line
-        and "copy or download it again, and if it stays so" in line
-    )
 
 
 @pytest.mark.parametrize("name", ["org//heads", "org/a b", "a/b/c"])

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load
 
 # What a client does who has trained heads on a base that is at the Hub.
@@ -33,11 +32,6 @@ def nothing_was_sent(hub) -> bool:
 
 def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.fixture
-def base(hub, models):
-    return hub.add("org/base", content(models / "base"))
 
 
 def push(clients, *, seed: int = 0, token: str | None = "hf_owner", **words):
@@ -91,13 +85,6 @@ def test_transformers_words_for_a_push_are_understood(hub, base, clients):
     assert b"- mine\n" in files["README.md"]
 
 
-def test_shards_do_not_outlive_the_push_of_one_file(hub, base, clients):
-    push(clients, max_shard_size="10KB")
-    push(clients, seed=1)
-    weights = {name for name in hub.repos["org/heads"].files() if "safetensors" in name}
-    assert weights == {"model.safetensors"}
-
-
 def test_who_may_not_write_can_propose(hub, base, clients):
     push(clients)
     refused = push(clients, seed=1, token="hf_stranger")
@@ -109,16 +96,6 @@ def test_who_may_not_write_can_propose(hub, base, clients):
     repo = hub.repos["org/heads"]
     assert set(repo.refs) == {"main", "refs/pr/1"}
     assert repo.files("refs/pr/1")["model.safetensors"] != repo.files()["model.safetensors"]
-
-
-def test_a_push_with_the_base_needs_no_other_repository(hub, base, clients):
-    assert push(clients, include_base=True).code == 0
-    files = hub.repos["org/heads"].files()
-    assert {"base/config.json", "base/model.safetensors", "model.safetensors"} <= set(files)
-    assert json.loads(files["config.json"])["base_model_name_or_path"] == "base"
-    assert all(name.startswith("drafter.") for name in load(files["model.safetensors"]))
-    del hub.repos["org/base"]
-    assert clients.run("print(json.dumps(type(AutoModel.from_pretrained('org/heads').base).__name__))").code == 0
 
 
 TRAIN = """
@@ -188,15 +165,6 @@ def test_what_belongs_to_heads_of_a_revision_comes_from_there(hub, base, clients
     code = f"{loader}.from_pretrained('org/heads', revision='first').push_to_hub('org/copy', license='mit')"
     assert clients.run(code, token="hf_owner").code == 0
     assert hub.repos["org/copy"].files()["NOTICE"] == b"of the first"
-
-
-def test_what_people_wrote_into_the_published_card_stays(hub, base, clients):
-    push(clients)
-    files = dict(hub.repos["org/heads"].files())
-    files["README.md"] += b"\n## Thanks\n\nTo my cat.\n"
-    hub.add("org/heads", files)
-    push(clients, seed=1)
-    assert b"To my cat." in hub.repos["org/heads"].files()["README.md"]
 
 
 def test_a_folder_with_a_local_base_is_pushed_once_the_base_is_named(hub, base, clients, models):
@@ -330,14 +298,3 @@ def test_a_note_reaches_who_pushes_a_model(hub, base, clients):
     answer = push(clients)
     assert answer.code == 0, answer.err
     assert "there is no tokenizer: neither the heads nor their base bring one" in answer.err
-
-
-def test_tensors_come_back_as_they_were(hub, base, clients):
-    said = clients.run(
-        TRAINED
-        + "model.push_to_hub('org/heads', license='mit')\nprint(json.dumps(model.drafter.blocks[0].bias.tolist()))",
-        token="hf_owner",
-        seed=3,
-    ).said
-    stored = load(hub.repos["org/heads"].files()["model.safetensors"])
-    assert torch.equal(stored["drafter.blocks.0.bias"], torch.tensor(said))

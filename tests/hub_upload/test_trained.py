@@ -2,15 +2,8 @@
 
 import json
 
-import pytest
-
 from hf_drafthead.training.run import train_heads
 from tests.hub_upload.test_push import PATIENCE, TRAINED, command, content
-
-
-@pytest.fixture
-def base(hub, models):
-    return hub.add("org/base", content(models / "base"))
 
 
 def test_the_folder_of_a_training_is_pushed_as_it_is(hub, base, clients, models, tmp_path):

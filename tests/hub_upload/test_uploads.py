@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.hub_upload.test_push import TRAIN, TRAINED, content
+from tests.hub_upload.test_push import TRAIN, TRAINED
 
 TRAINER = """
 from transformers import Trainer, TrainingArguments
@@ -15,11 +15,6 @@ def trainer(model, name="heads", push_to_hub=True, **words):
     return Trainer(model, arguments, train_dataset=rows)
 """
 STRATEGIES = ["end", "every_save", "checkpoint", "all_checkpoints"]
-
-
-@pytest.fixture
-def base(hub, models):
-    return hub.add("org/base", content(models / "base"))
 
 
 def published(hub, name: str = "org/heads") -> set[str]:

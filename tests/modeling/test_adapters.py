@@ -13,7 +13,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from hf_drafthead.hub_upload import Target
 from hf_drafthead.hub_upload.staging import stage_folder, stage_model
 from hf_drafthead.modeling import EagleForCausalLM, MedusaForCausalLM
-from hf_drafthead.modeling.adapters import add_adapter
 from tests.bases import tiny_base
 
 IDS = torch.tensor([[5, 9, 33, 21]])
@@ -137,28 +136,6 @@ def test_transformers_methods_for_adapters_are_those_of_the_base(adapted, tmp_pa
     assert list(again.base.peft_config) == ["one"]
     with pytest.raises(ValueError, match="the base has an adapter 'one' already: give the new one another name"):
         again.load_adapter(tmp_path / "lora", "one")
-
-
-def test_a_disabled_adapter_is_kept_and_takes_no_part(adapted, tmp_path):
-    model = MedusaForCausalLM.from_base(adapted)
-    for layer in layers_of(model.base):
-        layer.enable_adapters(False)
-    model.save_pretrained(tmp_path / "heads")
-    loaded = AutoModel.from_pretrained(tmp_path / "heads")
-    torch.testing.assert_close(logits(loaded), logits(model))
-    for layer in layers_of(loaded.base) + layers_of(model.base):
-        layer.enable_adapters(True)
-        layer.set_adapter(["default"])
-    check(loaded, adapted)
-
-
-def test_several_active_adapters_are_one_text(adapted, tmp_path):
-    model = MedusaForCausalLM.from_base(adapted)
-    add_adapter(model.base, LoraConfig(**LORA), "other")
-    for layer in layers_of(model.eval().base):
-        layer.set_adapter(["default", "other"])
-    model.save_pretrained(tmp_path / "heads")
-    torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "heads")), logits(model))
 
 
 def test_an_adapter_of_the_hub_is_saved_beside_the_heads(adapted, tmp_path):

@@ -61,11 +61,17 @@ LIVE = {
 
 @pytest.mark.parametrize("change", LIVE)
 def test_a_live_base_is_compared_with_the_named_one(named, tmp_path, change):
+    MedusaForCausalLM.from_base(named).save_pretrained(tmp_path / "heads")
     if change == "of the named config alone":
         (named / "model.safetensors").unlink()
     base = LIVE[change](named)
-    assert MedusaForCausalLM.from_base(base).base_change() is not None
-    saved(MedusaForCausalLM.from_base(base), tmp_path / "saved")
+    for number, model in enumerate(
+        (MedusaForCausalLM.from_base(base), MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=base))
+    ):
+        assert model.base_change() is not None
+        saved(model, tmp_path / f"saved {number}")
+        with pytest.raises(ValueError, match="include_base=False would lose the base, which .* does not name any more"):
+            model.save_pretrained(tmp_path / "lost", include_base=False)
 
 
 def test_an_unchanged_live_base_is_named(named):
@@ -121,6 +127,8 @@ def test_saving_where_the_base_lies_keeps_the_base(named, tmp_path):
 def test_saving_into_the_folder_inside_the_named_one_where_the_base_lies_keeps_it(tmp_path):
     tiny_base("llama-gqa").save_pretrained(tmp_path / "named" / "inside")
     model = MedusaForCausalLM.from_base(tmp_path / "named", subfolder="inside")
+    saved(model, tmp_path / "saved")
+    assert not (tmp_path / "saved" / "base").exists()
     saved(model, tmp_path / "named" / "inside")
 
 
