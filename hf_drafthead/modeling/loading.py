@@ -385,7 +385,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 name, arguments = locate_base(config, place), dict(arguments)
                 named |= {"revision": revision or config.base_model_revision or "main"}
                 named |= {"subfolder": config.base_subfolder}
-                arguments.setdefault("gguf_file", config.base_gguf_file)
+                arguments["gguf_file"] = arguments.get("gguf_file") or config.base_gguf_file
                 if config.base_quantization is not None and "quantization_config" not in arguments:
                     arguments["quantization_config"] = _quantization(config.base_quantization)
             else:
