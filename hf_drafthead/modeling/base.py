@@ -124,9 +124,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             )
         stored = self._stored_config(folder, beside, base_model)
         if (uploads := publisher()) is not None:
-            from hf_drafthead import hub_upload  # which imports this module
-
-            hub_upload.check_saved(stored, folder, uploads)
+            _hub_upload().check_saved(stored, folder, uploads)
         with SAVING, replacing(folder, is_main_process) as new:
             if beside or stored.base_adapters:
                 self._save_base(new / BASE_FOLDER, stored, is_main_process, _of_base(state_dict), kwargs)
@@ -144,10 +142,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     def train(self, mode: bool = True) -> Any:
         """As in torch; a Trainer that would publish what others cannot load is told so when it begins."""
         if mode and self._modules.get("base") is not None and (uploads := publisher()) is not None:
-            from hf_drafthead import hub_upload
-
             being_trained = any(parameter.requires_grad for parameter in self.base.parameters())
-            hub_upload.check_training(self.config, uploads, being_trained or self.config.base_included)
+            _hub_upload().check_training(self.config, uploads, being_trained or self.config.base_included)
         return super().train(mode)
 
     def base_change(self, state_dict: Mapping[str, Tensor] | None = None, folder: Path | None = None) -> str | None:
@@ -318,9 +314,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             ValueError: others could not use these heads: their base is a local path, a tensor is not finite, the card
                 is not complete.
         """
-        from hf_drafthead import hub_upload
-
-        return hub_upload.push_model(self, hub_upload.Target(repo_id, **options)).commit
+        room = _hub_upload()
+        return room.push_model(self, room.Target(repo_id, **options)).commit
 
     def forward(
         self,
@@ -398,9 +393,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         Raises:
             ValueError: these heads cannot learn here, in one line.
         """
-        from hf_drafthead import learning  # which imports this module
-
-        return learning.learn_from(self, prompts, answers, **settings)
+        counts: dict[str, float] = _learning().learn_from(self, prompts, answers, **settings)
+        return counts
 
     def _refuse_loss_of_others(self) -> None:
         """A trainer may put its own forward before ours, and ask for the output of a base that is frozen."""
@@ -469,3 +463,17 @@ for _name in OF_ADAPTERS:
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, DraftHeadPreTrainedModel._adapted_base))
 for _name in (*OF_EMBEDDINGS, "get_decoder"):
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, lambda model: model.base))
+
+
+def _learning() -> Any:
+    """The room in which heads learn, which imports this one."""
+    from hf_drafthead import learning
+
+    return learning
+
+
+def _hub_upload() -> Any:
+    """The room that publishes models, which imports this one."""
+    from hf_drafthead import hub_upload
+
+    return hub_upload

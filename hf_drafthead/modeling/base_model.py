@@ -26,7 +26,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, extract_commit_hash, logging
 
-from hf_drafthead.modeling.adapters import ADAPTER_WEIGHTS, find_adapter, is_of_a_whole_model, load_adapter, plain
+from hf_drafthead.modeling.adapters import (
+    ADAPTER_WEIGHTS,
+    find_adapter,
+    is_of_a_whole_model,
+    load_adapter,
+    plain,
+    unwrapped,
+)
 from hf_drafthead.modeling.checkpoint import (
     HTTP_ERROR,
     checkpoint_files,
@@ -55,17 +62,27 @@ NOT_COMPUTED |= {"tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_tok
 NOT_COMPUTED |= {"problem_type"}
 
 
-def load_named(
-    name: str,
+def load_base(
+    base: str | os.PathLike | nn.Module,
     hub: Mapping[str, Any],
     arguments: Mapping[str, Any],
     *,
     checkpoint: str | None = None,
     config: DraftHeadConfig | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """A base for fresh heads, or the one that the heads of a checkpoint (with its config) run on; and its origin."""
-    place, file = split_gguf(name)
+    """A base for fresh heads, or the one that the heads of a checkpoint (with its config) run on, loaded or as it is
+    given; and its origin, as a config says it."""
     hub = {key: value for key, value in hub.items() if value is not None}
+    if isinstance(base, nn.Module):
+        live = unwrapped(base)
+        refuse_unfit(live.config, type(live).__name__, loaded=True)
+        refuse_loading_arguments(live, arguments)
+        name = full_name(getattr(live.config, "_name_or_path", "")) or None
+        if config is not None:
+            check_base(config, live.config, name or type(live).__name__)
+        return live, {"base_model_name_or_path": name, "base_model_revision": hub.get("revision")}
+    hub.setdefault("revision", "main")
+    place, file = split_gguf(os.fspath(base))
     if os.path.isdir(place) and (inside := hub.pop("subfolder", None)):
         place = os.path.join(place, inside)  # transformers reads generation_config.json outside of a subfolder there
     called, wanted = f"the base {place!r}", "give the id or path of a causal language model."
@@ -89,13 +106,13 @@ def load_named(
         check_base(config, base_config, place)
     hub = {**hub, "revision": commit or hub.get("revision")}
     with _reading(called, wanted, file):
-        base = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
+        loaded = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
     if file is not None:
-        base.name_or_path = base.config.name_or_path = place  # transformers takes the title that is in the file
+        loaded.name_or_path = loaded.config.name_or_path = place  # transformers takes the title that is in the file
     if adapter is not None:
-        load_adapter(base, adapter)
+        load_adapter(loaded, adapter)
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
-    return base, {**origin, "base_subfolder": hub.get("subfolder") or None}
+    return loaded, {**origin, "base_subfolder": hub.get("subfolder") or None}
 
 
 @contextmanager

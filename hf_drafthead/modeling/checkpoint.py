@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
@@ -30,16 +29,13 @@ IN_ANOTHER_LAYOUT += "`hf-drafthead convert`"
 def read_heads_config(
     path: str, hub: Mapping[str, Any] = NO_OPTIONS, family: type[DraftHeadConfig] = DraftHeadConfig, chosen: Any = None
 ) -> Any:
-    """The config of a checkpoint with draft heads of a family; `chosen`, or what is read there, in its place."""
-    if isinstance(chosen, PreTrainedConfig):
-        config, model_type = copy.deepcopy(chosen), chosen.model_type
-    else:
-        fields = _heads_fields(path if chosen is None else os.fspath(chosen), hub)
-        config, model_type = None, str(fields.get("model_type"))
+    """The config of a checkpoint with draft heads of a family, or the one that is given instead."""
+    fields = {"model_type": chosen.model_type} if chosen is not None else _heads_fields(path, hub)
+    model_type = str(fields.get("model_type"))
     known = [name for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX)]
     wanted = sorted(known) if family is DraftHeadConfig else [family.model_type]
     if model_type in wanted:
-        config = CONFIG_MAPPING[model_type].from_dict(fields) if config is None else config
+        config = CONFIG_MAPPING[model_type].from_dict(fields) if chosen is None else copy.deepcopy(chosen)
         if family is DraftHeadConfig and config.base_config is None:
             raise ValueError(f"{path!r} does not hold the config of its base: save it again, or correct config.json.")
         return config

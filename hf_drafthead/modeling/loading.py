@@ -19,18 +19,14 @@ from hf_drafthead.exactness import exact as make_exact
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP
-from hf_drafthead.modeling.adapters import activate, find_adapter, load_adapter, unwrapped
+from hf_drafthead.modeling.adapters import activate, find_adapter, load_adapter
 from hf_drafthead.modeling.base_model import (
     auto_class,
-    check_base,
     fingerprint,
-    full_name,
     is_local,
     last_layer,
-    load_named,
+    load_base,
     locate_base,
-    refuse_loading_arguments,
-    refuse_unfit,
     width_of,
 )
 from hf_drafthead.modeling.checkpoint import check_tensors, read_generation_settings, read_heads_config, read_tensors
@@ -120,26 +116,15 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         family_fields = cls.config_class.heads_fields()
         config_fields = {name: getattr(config, name) for name in family_fields} if config is not None else {}
         config_fields |= {name: kwargs.pop(name) for name in cls.config_class.own_fields() & set(kwargs)}
-        loaded: Any = base
-        origin: dict[str, Any]
-        if isinstance(base, nn.Module):
-            loaded = unwrapped(base)
-            origin = {**_origin_of(loaded, kwargs), "base_model_revision": base_revision}
-        else:
-            hub = {key: kwargs.pop(key) for key in (HUB_ARGUMENTS | {"subfolder"}) & set(kwargs)}
-            hub["revision"] = base_revision or "main"
-            loaded, origin = load_named(os.fspath(base), hub, kwargs)
+        hub = {key: kwargs.pop(key) for key in (HUB_ARGUMENTS | {"subfolder"}) & set(kwargs)}
+        loaded, origin = load_base(base, {**hub, "revision": base_revision}, kwargs)
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         origin["last_hidden_size"] = width_of(loaded)
-        by_size = (  # of families that do not share it anyway
-            getattr(cls.config_class, "share_lm_head", None) is False
-            and config_fields.get("share_lm_head", None if config is None else False) is None
-        )
-        if by_size:
-            config_fields["share_lm_head"] = False
-        heads_config = cls.config_class(base_config=loaded.config, **origin | config_fields)
-        if by_size:
+        if by_size := config_fields.get("share_lm_head") is None:
+            config_fields.pop("share_lm_head", None)
+        heads_config: Any = cls.config_class(base_config=loaded.config, **origin | config_fields)
+        if by_size and getattr(heads_config, "share_lm_head", None) is False:
             cls._share_large_projections(heads_config, loaded)
         model = cls(heads_config, build_base=False)
         model.attach(loaded)
@@ -236,7 +221,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         cls: type[LoadedModel],
         pretrained_model_name_or_path: str | os.PathLike,
         *,
-        config: DraftHeadConfig | str | os.PathLike | None = None,
+        config: DraftHeadConfig | None = None,
         base_model: str | os.PathLike | nn.Module | None = None,
         base_revision: str | None = None,
         convert: bool = False,
@@ -300,7 +285,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if inside and base_model is None:
             base = model._from_inside(inside, settings, kwargs)
         else:
-            base = model._load_base(path, base_model, base_revision, fetch, hub, kwargs)
+            base = model._take_base(path, base_model, base_revision, fetch, hub, kwargs)
         model.attach(base)
         model.drafter.check_values(path)
         model._take_generation_config(settings)
@@ -351,7 +336,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         with _building(path), torch.device("meta"), no_init_weights():
             return cls(config, build_base=False)
 
-    def _load_base(
+    def _take_base(
         self,
         path: str,
         chosen: str | os.PathLike | nn.Module | None,
@@ -369,35 +354,29 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         """
         config, inside = self.config, hub.get("subfolder")
         place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
-        beside, recorded = config.base_included, config.base_model_name_or_path
-        if isinstance(chosen, nn.Module):
-            base = unwrapped(chosen)
-            origin = _origin_of(base, arguments)
-            check_base(config, base.config, origin["base_model_name_or_path"] or type(base).__name__)
-        else:
-            named = {**fetch, "revision": revision or "main"}
-            if chosen is None and beside:
-                if revision is not None:
-                    raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
-                name, arguments = path, {**arguments, "use_safetensors": True}  # a pickle could run code
-                named = {"revision": "main", **hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
-            elif chosen is None:
-                name, arguments = locate_base(config, place), dict(arguments)
-                named |= {"revision": revision or config.base_model_revision or "main"}
-                named |= {"subfolder": config.base_subfolder}
-                arguments["gguf_file"] = arguments.get("gguf_file") or config.base_gguf_file
-                if config.base_quantization is not None and "quantization_config" not in arguments:
-                    arguments["quantization_config"] = _quantization(config.base_quantization)
-            else:
-                name = os.fspath(chosen)
-            base, origin = load_named(name, named, arguments, checkpoint=place, config=config)
-        if chosen is None and beside:
+        recorded, included = config.base_model_name_or_path, config.base_included
+        named, arguments = {**fetch, "revision": revision}, dict(arguments)
+        beside = chosen is None and included
+        if beside:
+            if revision is not None:
+                raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
+            chosen, arguments["use_safetensors"] = path, True  # a pickle could run code
+            named = {**hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
+        elif chosen is None:
+            chosen = locate_base(config, place)
+            named |= {"revision": revision or config.base_model_revision, "subfolder": config.base_subfolder}
+            arguments["gguf_file"] = arguments.get("gguf_file") or config.base_gguf_file
+            if config.base_quantization is not None and "quantization_config" not in arguments:
+                arguments["quantization_config"] = _quantization(config.base_quantization)
+        base, origin = load_base(chosen, named, arguments, checkpoint=place, config=config)
+        if beside:
             return base
-        if (name := origin["base_model_name_or_path"]) != recorded:
-            if recorded and not beside and not is_local(recorded, place):
-                config.base_origin = recorded
-            origin = {**dict.fromkeys(("base_model_revision", "base_gguf_file", "base_subfolder")), **origin}
-        config.update({**origin, "base_included": False})
+        name = origin["base_model_name_or_path"]
+        if name != recorded and recorded and not included and not is_local(recorded, place):
+            config.base_origin = recorded
+        if name != recorded or not isinstance(chosen, nn.Module):  # which has no more than its name
+            config.update({"base_gguf_file": None, "base_subfolder": None, **origin})
+        config.base_included = False
         return base
 
     def _from_inside(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], arguments: Any) -> Any:
@@ -444,14 +423,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if wanted:
             activate(self.base, [name for name, on in wanted.items() if on])
         config.base_adapters = config.adapter_name_or_path = config.adapter_revision = None
-
-
-def _origin_of(base: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of a base that is a loaded model; refused if it is unfit, or with arguments of a loading."""
-    refuse_unfit(base.config, type(base).__name__, loaded=True)
-    refuse_loading_arguments(base, arguments)
-    name = getattr(base.config, "_name_or_path", "")
-    return {"base_model_name_or_path": full_name(name) if name else None}
 
 
 def _quantization(fields: Any) -> Any:

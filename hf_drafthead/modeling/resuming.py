@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_drafthead.modeling.adapters import load_adapter, unwrapped
-from hf_drafthead.modeling.base_model import load_named, tensors_of
+from hf_drafthead.modeling.base_model import load_base, tensors_of
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.files import read_json
 
@@ -33,7 +33,7 @@ def restore_base(model: Any, folder: Path) -> None:
     base, saved = unwrapped(model.base), read_json(folder / "config.json")
     if saved.get("base_included") and getattr(base, "hf_quantizer", None) is None:  # else nothing of it was trained
         state = tensors_of(base)
-        fresh = load_named(str(folder / BASE_FOLDER), {}, {"dtype": base.dtype})[0].state_dict()
+        fresh = load_base(str(folder / BASE_FOLDER), {}, {"dtype": base.dtype})[0].state_dict()
         if other := sorted(set(state) ^ set(fresh)):
             raise ValueError(
                 f"the base in {str(folder)!r} is another than the model's: {other[0]!r} is in one of them."

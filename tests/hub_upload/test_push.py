@@ -62,7 +62,7 @@ def test_a_second_push_of_the_same_heads_makes_no_commit(hub, base, clients):
     first, again = push(clients).said, push(clients).said
     assert first == again == hub.repos["org/heads"].refs["main"]
     assert len(hub.repos["org/heads"].commits) == 2
-    assert hub.count("PUT", "^/lfs/") == 2  # weights and picture, once
+    assert hub.count("PUT", "^/lfs/") == 1  # weights, once
     assert push(clients, seed=1).said != first
     assert len(hub.repos["org/heads"].commits) == 3
 
@@ -221,7 +221,7 @@ def test_an_upload_goes_on_after_a_cut_and_a_busy_storage(hub, base, clients):
     hub.fail("POST", "/preupload/", times=1, status=503)
     assert clients.run(PATIENCE + PUSH, token="hf_owner", seed=0, words={}).code == 0
     assert set(hub.repos["org/heads"].files()) - {".gitattributes"} == SENT
-    assert hub.count("PUT", "^/lfs/") == 4
+    assert hub.count("PUT", "^/lfs/") == 3
 
 
 # The client waits a second, two, four ... between its tries; a test need not.
