@@ -43,7 +43,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -54,7 +54,6 @@ from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import same_words
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.answers import Answerer, Sampling, Task, is_greedy
-from hf_drafthead.training.distill import load_model
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
 
@@ -174,7 +173,7 @@ def questions_and_answers(args: argparse.Namespace) -> None:
     begin = time.monotonic()
     device = torch.device(args.device)
     rows = args.rows or (4096 if device.type == "cuda" else 32)
-    model, tokenizer = load_model(args.base)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(args.base), load_tokenizer(args.base)
     AttentionInterface.register("packed", packed_attention)
     AttentionMaskInterface.register("packed", sdpa_mask)
     model.set_attn_implementation("packed")
@@ -265,7 +264,7 @@ class CountingAnswerer(Answerer):
 
 def speed(args: argparse.Namespace) -> None:
     """Tokens per second of chats from nothing, questions included, beside the base's own sampling, in turn."""
-    model, tokenizer = load_model(args.base)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(args.base), load_tokenizer(args.base)
     model = model.to(args.device, torch.bfloat16).eval()
     question = [{"role": "user", "content": "Tell me a long story about a bird that lost its way."}]
     prompt = tokenizer.apply_chat_template(

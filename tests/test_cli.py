@@ -105,18 +105,17 @@ def test_info_tells_what_the_checkpoint_holds(folder, command, tmp_path):
 
 def test_demo_measures_every_family_as_bench_does_and_shows_a_sample(tiny_zoo, command, tmp_path):
     file = tmp_path / "demo.json"
-    code, out, err = command("demo", "--full", "--max-new-tokens", 12, "--json", file)
+    code, out, err = command("demo", "--max-new-tokens", 12, "--json", file)
     rows = json.loads(file.read_text())["rows"]
     assert (code, err) == (0, "")
-    expected = [(name, size) for name in sorted(FAMILIES) for size in (1, 8)]
-    assert [(row["family"], row["batch_size"]) for row in rows] == expected
+    assert [row["family"] for row in rows] == sorted(FAMILIES)
     for row in rows:
         assert {field.name for field in dataclasses.fields(Measurement)} - {"head_accuracy"} <= set(row)
         assert row["identical"] and row["prompts"] == 3 and row["new_tokens"] == 36
         assert set(row["per_category"]) == {"a", "b"}
         assert row["efficiency"] == pytest.approx(row["speedup"] / row["tokens_per_step"])
-    assert rows[1]["tree_nodes"] > rows[0]["tree_nodes"] > 1  # the published tree, and the model's own
-    assert out.count("yes") == 2 * len(FAMILIES) and "NO" not in out
+    assert rows[0]["tree_nodes"] > 1
+    assert out.count("yes") == len(FAMILIES) and "NO" not in out
     assert out.count(" continues 'import os'") == 1  # by the family that needed the fewest steps
     code, out, _ = command("demo", "--family", "medusa", "--prompts", 1, "--max-new-tokens", 4)
     assert code == 0 and " continues 'def f'" in out
@@ -125,14 +124,14 @@ def test_demo_measures_every_family_as_bench_does_and_shows_a_sample(tiny_zoo, c
 def test_the_base_is_loaded_once_and_the_short_demo_takes_few_prompts(tiny_zoo, command, monkeypatch):
     seen = []
 
-    def asked(model, tokenizer, questions, settings, *, captured, compare, **_):
-        seen.append((model.base, len(questions), settings["max_new_tokens"], captured, compare))
+    def asked(model, tokenizer, questions, settings, **_):
+        seen.append((model.base, len(questions), settings["max_new_tokens"]))
         if len(seen) % 2 == 0:
             raise ValueError("seen")
         return []
 
     monkeypatch.setattr(benching, "bench", asked)
-    for words, expected in (([], (3, 40, False, [])), (["--captured", "--prompts", 2], (2, 40, True, ["compiled"]))):
+    for words, expected in (([], (3, 40)), (["--prompts", 2], (2, 40))):
         assert command("demo", *words)[0] == 2
         assert seen[-1][1:] == seen[-2][1:] == expected and seen[-1][0] is seen[-2][0]
 

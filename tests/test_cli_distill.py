@@ -72,7 +72,7 @@ def test_chats_are_answered_with_the_template_that_was_given(folder, run, tmp_pa
 
 
 BAD = {
-    "model": (["nowhere/at/all"], {}, "no model could be read at 'nowhere/at/all' ("),
+    "model": (["nowhere/at/all"], {}, "'nowhere/at/all'"),
     "data": (["{folder}/base"], {"--data": "./nowhere.json"}, "there is no data at './nowhere.json': give a .json"),
     "output": (["{folder}/base"], {"--output": "no/such/x"}, "--output 'no/such/x' lies in 'no/such', which"),
     "foreign": (["{folder}/base"], {"--output": "{folder}/texts.jsonl"}, "texts.jsonl' exists and was not written by "),

@@ -143,7 +143,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     file = None if included else facts.config.get("base_gguf_file")
     link = "a base that is included here" if included else "a base that is missing: the config names none"
     link = (f"`{named}`" if named else link) + (f" (its GGUF file `{without_folders(file)}`)" if file else "")
-    kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "half": [], "fault": []}
+    kinds: dict[str, list[dict[str, Any]]] = {"same": [], "rounding": [], "fault": []}
     for run in [*filter(is_exact, facts.runs), *facts.verifications]:
         if isinstance(run.get("identical"), bool):
             kinds[exactness(run)].append(run)
@@ -166,7 +166,6 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         same=same,
         wrong=kinds["fault"],
         rounded=kinds["rounding"],
-        half=kinds["half"],
         whole=[run for run in same if run.get("dtype") in FULL_PRECISION],
         nothing_drafted=bool(kinds["same"]),
         fewer=any(number(run, "tokens_per_step") > 1 and number(run, "speedup") >= 1 for run in facts.runs),
@@ -243,12 +242,11 @@ def listed(values: Iterable[Any]) -> str:
 
 
 def exactness(run: dict[str, Any]) -> str:
-    """`same`, or what changed the text: `rounding`, a `fault`, or either, unrecorded, in `half` precision."""
+    """`same`, or what changed the text: `rounding` alone, or a `fault`."""
     if run["identical"]:
         return "same"
-    if counts := run.get("differences"):
-        return "fault" if counts["faults"] else "rounding"
-    return "half" if run.get("dtype") and run["dtype"] not in FULL_PRECISION else "fault"
+    counts = run.get("differences")
+    return "rounding" if counts and not counts["faults"] else "fault"
 
 
 def is_exact(run: dict[str, Any]) -> bool:

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from hf_drafthead.data.texts import read_text
@@ -34,7 +33,7 @@ INTEGERS = {"max_new_tokens", "min_new_tokens", "max_length", "min_length", "top
 INTEGERS |= {"encoder_no_repeat_ngram_size", "num_beams", "num_return_sequences", "pad_token_id"}
 INTEGERS |= {"prompt_lookup_num_tokens"}
 BOOLEANS = {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"}
-LOG_SECONDS = 5.0  # that lie at least between two lines of progress in a log
+LOG_SECONDS = 5.0  # that lie at least between two lines of progress
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
 COPY_COLOUR = "bright_yellow underline"  # of what was copied from the text
@@ -287,28 +286,8 @@ def say(*lines: str) -> None:
 
 @contextmanager
 def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
-    """The progress of `total` steps on stderr: a bar on a terminal, and plain lines in a log.
-
-    What it yields names a part of the work and returns what to call at each step.
-    """
-    columns = (TextColumn("{task.description:<10}"), BarColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _log_lines(total)
-        return
-    # drawn between measurements: a drawing thread would take time from what is measured
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("", total=total)
-
-        def begin(part: str) -> Callable[[], None]:
-            progress.update(task, description=part, refresh=True)
-            return lambda: progress.update(task, advance=1, refresh=True)
-
-        yield begin
-
-
-def _log_lines(total: int) -> Callable[[str], Callable[[], None]]:
-    """A line for each part and for each tenth of the work, at most one in `LOG_SECONDS`."""
+    """The progress of `total` steps on stderr: a line for each part and for each tenth of the work, at most one in
+    `LOG_SECONDS`. What it yields names a part of the work and returns what to call at each step."""
     start = last = time.perf_counter()
     done = 0
 
@@ -330,7 +309,7 @@ def _log_lines(total: int) -> Callable[[str], Callable[[], None]]:
 
         return step
 
-    return begin
+    yield begin
 
 
 def coloured(piece: str, depth: int) -> Text:

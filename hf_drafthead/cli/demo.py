@@ -8,22 +8,16 @@ from rich.text import Text
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import count, flag, string
 
-FEW_PROMPTS, FEW_PROMPTS_OF_CHAT, FEW_TOKENS = 4, 2, 40
+FEW_PROMPTS, FEW_PROMPTS_OF_CHAT = 4, 2
 SHOWN_NODES = 16  # of a tree that is shown whatever its steps cost here
-FULL_TOKENS, FULL_BATCH = 96, 8
 SAMPLE_PROMPT = 3  # which the tiny base continues with code and prose
 
 
 @common.app.command()
 def demo(
-    full: Annotated[bool, flag("--full", f"All prompts, also {FULL_BATCH} at a time: ten minutes.")] = False,
-    captured: Annotated[bool, flag("--captured", "Compile the heads' steps; compare with the base compiled.")] = False,
     family: Annotated[list[str] | None, string("Only this family (may be repeated).")] = None,
-    prompts: Annotated[
-        int | None, count(f"Only so many prompts, of all categories; {FEW_PROMPTS} without --full.")
-    ] = None,
-    max_new_tokens: Annotated[int | None, count(f"Tokens per prompt: {FEW_TOKENS}, with --full {FULL_TOKENS}.")] = None,
-    repeats: Annotated[int, count("Timed runs of each prompt; the median counts.")] = 1,
+    prompts: Annotated[int | None, count("So many prompts, of all categories; else few.")] = None,
+    max_new_tokens: Annotated[int, count("Tokens per prompt.")] = 40,
     tiny: Annotated[bool, flag("--tiny", "The tiny models, though the chat model is installed.")] = False,
     json_path: common.Json = None,
 ) -> None:
@@ -36,10 +30,8 @@ def demo(
     from hf_drafthead import zoo
     from hf_drafthead.evaluation import report
     from hf_drafthead.evaluation.bench import bench
-    from hf_drafthead.evaluation.calls import COMPILED, batched
     from hf_drafthead.evaluation.loading import load
     from hf_drafthead.evaluation.questions import read_questions
-    from hf_drafthead.generation.settings import DEFAULT_TREE
     from hf_drafthead.trees.timing import dtype_advice
     from hf_drafthead.zoo import chat
 
@@ -54,13 +46,11 @@ def demo(
         file = zoo.ASSETS / "prompts.jsonl"
     if not paths:
         raise OSError("the zoo holds no heads: install hf-drafthead again.")
-    questions = read_questions(file, limit=prompts or (None if full else FEW_PROMPTS_OF_CHAT if chats else FEW_PROMPTS))
-    tokens = max_new_tokens or (FULL_TOKENS if full else FEW_TOKENS)
-    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
-    options: dict[str, Any] = {"captured": captured, "compare": [COMPILED] if captured else [], "repeats": repeats}
+    questions = read_questions(file, limit=prompts or (FEW_PROMPTS_OF_CHAT if chats else FEW_PROMPTS))
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     console = common.output()
     where = f"{str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
-    console.print(f"{chat.HUB_ID if chats else 'tiny base'}, {tokens} tokens per prompt, greedy, {where}")
+    console.print(f"{chat.HUB_ID if chats else 'tiny base'}, {max_new_tokens} tokens per prompt, greedy, {where}")
     models, base, tokenizer = {}, None, None
     for name, path in paths.items():
         model, tokenizer = load(path, dtype=dtype, **({} if base is None else {"base_model": base}))
@@ -76,17 +66,12 @@ def demo(
     console.print(common.legend(pieces))
     console.print(f"{samples[best].tokens_per_step or 1.0:.2f} tokens per step\n")
     measurements = []
-    batches = len(questions) + (len(batched(questions, FULL_BATCH)) if full else 0)
-    with common.bar(len(paths) * batches) as begin:
+    with common.bar(len(paths) * len(questions)) as begin:
         for name, model in models.items():
-            progress = begin(name)
-            own: dict[str, Any] = {"tree": trees[name], **options}
-            measurements += bench(model, tokenizer, questions, settings, progress=progress, **own)
-            if full:
-                published: dict[str, Any] = {"tree": DEFAULT_TREE, "batch_sizes": [FULL_BATCH], "repeats": 1}
-                measurements += bench(model, tokenizer, questions, settings, progress=progress, **published)
+            how: dict[str, Any] = {"tree": trees[name], "repeats": 1, "progress": begin(name)}
+            measurements += bench(model, tokenizer, questions, settings, **how)
     console.print(report.table(measurements))
-    common.say(*gains(measurements, where, not captured and dtype_advice(base)))
+    common.say(*gains(measurements, where, dtype_advice(base)))
     common.write_json(json_path, {"rows": [row.to_json() for row in measurements]})
     if different := sorted({row.family for row in measurements if row.differences["faults"]}):
         common.complain(
@@ -118,7 +103,7 @@ def write(model: Any, tokenizer: Any, question: Any, tree: Any, settings: dict[s
 
 def gains(measurements: list[Any], where: str, advice: Any) -> list[str]:
     """What the fastest heads gain on this machine, and why."""
-    row = max(measurements, key=lambda row: (row.batch_size == 1, row.speedup))
+    row = max(measurements, key=lambda row: row.speedup)
     if row.tokens_per_step is None:
         return []
     cost = row.tokens_per_step / row.speedup

@@ -1,7 +1,6 @@
 """`hf-drafthead distill`, `vocabulary` and `train`: the base's own text, and what is learned from it."""
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,9 @@ from hf_drafthead.cli.trees import entry_in_words
 
 
 @common.app.command("distill")
+@common.options_of_groups
 def run_distill(
+    loading: common.Loading,
     output_file: Annotated[Path, common.new_file("The answers go there.", "FILE.jsonl", "--output")],
     model: Annotated[
         str | None,
@@ -36,8 +37,6 @@ def run_distill(
     prompt_tokens: Annotated[int, count("Of a plain text, how many are given.")] = 64,
     seed: Annotated[int, count("Seed of the sampling.", 0)] = 0,
     split: Annotated[str, string("Of a data set.")] = "train",
-    chat_template: common.Template = None,
-    chat_template_kwargs: common.TemplateValues = None,
     json_path: common.Json = None,
 ) -> None:
     """Generate the base's own answers to train heads on, to the prompts of the data or to questions of its own.
@@ -52,10 +51,13 @@ def run_distill(
         raise ValueError("no model is named: give MODEL, or --endpoint URL --model NAME.")
     if (endpoint is None) != (served_model is None):
         raise ValueError("--endpoint URL and --model NAME go together: give both, or a MODEL alone.")
-    without_endpoint = {"--batch-size": batch_size, "--max-length": max_length, "--chat-template": chat_template}
+    without_endpoint = {
+        "--batch-size": batch_size,
+        "--max-length": max_length,
+        "--chat-template": loading.chat_template,
+    }
     if endpoint is not None and (misplaced := [name for name, value in without_endpoint.items() if value is not None]):
         raise ValueError(f"{misplaced[0]} does not go with --endpoint: the server decides that; leave it out.")
-    template = common.read_template(chat_template)
     if (data is None) == (synthesize is None):
         raise ValueError("give --data, or --synthesize N for chats of which the base writes the questions too.")
     if synthesize is not None and model is None:
@@ -66,20 +68,16 @@ def run_distill(
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
     options |= {"prompt_tokens": prompt_tokens, "turns": turns, "greedy": greedy, "question_tokens": question_tokens}
     options["seed"] = seed
-    if endpoint is None and synthesize is not None:
-        with suppress(OSError):  # heads without a tokenizer of their own are asked when they are loaded
-            tokenizer = room.tokenizer_of(str(model))
-            tokenizer.chat_template = template or tokenizer.chat_template
-            room.kind_of_text(tokenizer)
     if endpoint is None:
-        answers, tokenizer = room.load_model(str(model))
-        tokenizer.chat_template = common.with_values(template or tokenizer.chat_template, chat_template_kwargs)
+        answers, tokenizer = loading.load(str(model))
+        answers = answers.base if answers.drafter.copies is not None else answers  # a base alone
         options |= {"batch_size": batch_size, "max_length": max_length}
     else:
-        answers = Server(endpoint, str(served_model), retries, common.template_values(chat_template_kwargs))
+        values = loading.chat_template_kwargs
+        answers = Server(endpoint, str(served_model), retries, common.template_values(values))
         tokenizer = None if model is None else room.tokenizer_of(model)
-        if tokenizer is not None and chat_template_kwargs:
-            tokenizer.chat_template = common.with_values(tokenizer.chat_template, chat_template_kwargs)
+        if tokenizer is not None and values:
+            tokenizer.chat_template = common.with_values(tokenizer.chat_template, values)
         options["batch_size"] = concurrency
     with common.bar(synthesize or len(rows)) as begin:
         tell = begin("answering" if synthesize is None else "writing")

@@ -4,10 +4,10 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.cards.facts import size_of_heads, static_tree
+from hf_drafthead.data.texts import one_line
 from hf_drafthead.door import from_pretrained
 from hf_drafthead.evaluation.calls import draft, drafted
 from hf_drafthead.generation.settings import DraftSettings
@@ -36,9 +36,9 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
             raise
         what = f"the base of {name!r} has its own model code, which runs only if you trust it"
         raise OSError(f"{what}: read it, then give --trust-remote-code (trust_remote_code=True).") from error
-    trust = {"trust_remote_code": True} if kwargs.get("trust_remote_code") else {}
+    trust: dict[str, Any] = {"trust_remote_code": True} if kwargs.get("trust_remote_code") else {}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **trust, revision=kwargs.get("revision", "main"))
+        tokenizer = load_tokenizer(name, **trust, revision=kwargs.get("revision", "main"))
     except (OSError, ValueError):
         tokenizer = load_tokenizer(model.base.name_or_path, model.config.base_gguf_file, **trust)
     return model, tokenizer
@@ -67,17 +67,10 @@ def floating_type(name: str) -> Any:
 
 def check_device(name: str | None) -> None:
     """Raise a ValueError for a device that torch does not know, or that is not here."""
-    if name in (None, "auto", "cpu"):
-        return
     try:
-        wanted = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name!r} is no device: expected auto, cpu, cuda, cuda:1 or mps.") from None
-    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    present = 0 if kind is None else torch.accelerator.device_count()
-    if kind is None or kind.type != wanted.type or (wanted.index or 0) >= present:
-        there = "none" if kind is None else f"{present} of type {kind.type!r}"
-        raise ValueError(f"--device {name!r} is not available (accelerators: {there}): give another, or none.")
+        torch.empty(0, device=None if name == "auto" else name)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise ValueError(f"--device {name!r} cannot be used ({one_line(error)}): give another, or none.") from None
 
 
 def summarize(name: str) -> dict[str, Any]:

@@ -52,11 +52,10 @@ class DataReport:
     held_out: int = 0
 
     def __str__(self) -> str:
-        line = f"{self.rows + self.held_out:,} rows read, "
-        line += f"{self.held_out:,} of them held out, " if self.held_out else ""
-        line += f"{self.kept:,} kept"
+        line = f"{self.rows:,} rows read, {self.kept:,} kept"
         line += f" ({in_words(self.mapped)})" if self.mapped else ""
         line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them labels"
+        line += f"; {self.held_out:,} examples are held out" if self.held_out else ""
         if self.refused:
             more = ", ..." if self.refused > len(self.refusals) else ""
             line += f"\n{self.refused:,} rows refused: {', '.join(self.refusals)}{more}"
@@ -220,34 +219,22 @@ def read_data(
 ) -> PreparedData:
     """Tokenize the rows that `data` names or holds; without a number of rows to hold out, a tenth, at most 64."""
     if isinstance(data, (str, os.PathLike)):
-        raw, source = read_rows(source := os.fspath(data), split=settings.split), source
+        source = os.fspath(data)
+        raw = read_rows(source, split=settings.split)
     elif isinstance(data, Dataset):
         raw, source = uniform(data), data.info.dataset_name or "a Dataset"
     else:
         raise ValueError(f"the data is a {type(data).__name__}: give a file, a name, or a datasets.Dataset.")
-    held_out_rows = settings.held_out_rows
-    first = list(raw.take(min(len(raw), 10 * max(HELD_OUT, held_out_rows or 0))))
-    if held_out_rows is None:
-        held_out_rows = max(1, len(first) // 10)
-    if len(first) <= held_out_rows:
-        what = f"the data holds {len(first)} rows, of which {held_out_rows} are to be held out"
+    examples, report = tokenize_rows(
+        raw,
+        tokenizer,
+        settings.max_length,
+        positions=longest_text_of(model),
+        vocab_size=model.config.get_text_config().vocab_size,
+    )
+    report.held_out = settings.held_out_rows or max(1, min(HELD_OUT, len(examples) // 10))
+    if len(examples) <= report.held_out:
+        what = f"the data holds {len(examples)} rows, of which {report.held_out} are to be held out"
         raise ValueError(f"{what}: give more data, or hold out fewer with --held-out-rows.")
-    limits: dict[str, Any] = {
-        "max_length": settings.max_length,
-        "positions": longest_text_of(model),
-        "vocab_size": model.config.get_text_config().vocab_size,
-    }
-    while True:
-        chosen = Dataset.from_list(first[:held_out_rows], features=raw.features)
-        try:
-            held_out, used = tokenize_rows(chosen, tokenizer, **limits)
-            break
-        except ValueError:  # perhaps rows that cannot be used stand first
-            if 2 * held_out_rows >= len(first):
-                raise
-            held_out_rows *= 2
-    rows, report = tokenize_rows(raw.skip(held_out_rows), tokenizer, **limits)
-    report.rows, report.refused = report.rows + used.refused, report.refused + used.refused
-    report.held_out = used.kept
-    report.refusals = [*used.refusals, *report.refusals][:NAMED]
+    rows, held_out = examples.skip(report.held_out), examples.take(report.held_out)
     return PreparedData(rows, held_out, source, data_hash(raw), report)

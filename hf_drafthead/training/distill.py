@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.data.chats import Refused
 from hf_drafthead.data.rows import data_hash, without_format
 from hf_drafthead.data.texts import one_line
-from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, reading_gguf, split_gguf
+from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.answers import ONE_TEXT, Answerer, Sampling, Task, Writer, at_least_one
 from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, OutputFile, in_words
 from hf_drafthead.training.endpoint import Server, ServerWriter
@@ -225,25 +224,6 @@ def _answer_all(
         if most is not None and report.refused >= most and not report.written + report.found:
             why = "; ".join(report.refusals)
             raise ValueError(f"nothing can be asked: the first {most} rows were refused ({why}).")
-
-
-def load_model(name: str, **load: Any) -> tuple[Any, Any]:
-    """A causal language model by its folder or id, with heads or without, and its tokenizer; OSError without one."""
-    place, file = split_gguf(name)
-    try:
-        device_map = {"device_map": "auto"} if torch.accelerator.is_available() else {}
-        options = gguf_arguments({"dtype": "auto", "gguf_file": file, **load})
-        with reading_gguf(file):
-            model = AutoModelForCausalLM.from_pretrained(place, **device_map, **options)
-    except OSError as error:
-        advice = "give the folder or id of a causal language model, with draft heads or without."
-        raise OSError(f"no model could be read at {name!r} ({one_line(error)}): {advice}") from error
-    try:
-        return model, load_tokenizer(name)
-    except (OSError, ValueError):
-        if not hasattr(model, "base"):
-            raise
-        return model, load_tokenizer(model.base.name_or_path, model.config.base_gguf_file)
 
 
 def tokenizer_of(name: str, gguf_file: str | None = None) -> Any:

@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,13 +20,8 @@ from hf_drafthead.training.templates import frame
 
 RESUMES = "the same command resumes."
 TIMEOUT = 600.0  # seconds for one answer
-# Servers have many words for an answer that ended by itself (stop, eos_token, stop_sequence, end_turn, COMPLETE), and
-# for one that was broken off by a limit, a filter or a failure; all of the latter have one of these in them.
-BROKEN_OFF = (
-    "length max limit trunc incomplete filter safety recitation block prohibit spii refus abort cancel error time "
-    "resource overload pause exceed malformed unexpected disconnect preempt"
-).split()
-ENDED = ("stop", "eos", "end", "complete", "call", "tool")
+# whether an answer ended by itself, by the reason that a server gives
+ENDED = {"stop": True, "tool_calls": True, "function_call": True, "length": False, "content_filter": False}
 
 
 @dataclass(frozen=True)
@@ -113,23 +107,21 @@ class ServerWriter(Writer):
             what = f"the server at {self.server.url!r} does not answer ({_reason(error)})"
             raise OSError(f"{what}: start it, then give the same command again, which resumes.") from error
 
-    async def _asked(self, path: str, task: Task, limit: int, **body: Any) -> tuple[Any, str, bool, int]:
-        """What the server writes: its message or None, the text, whether that ended by itself, the number of tokens."""
+    async def _asked(self, path: str, task: Task, limit: int, **body: Any) -> tuple[dict[str, Any], bool, int]:
+        """What the server writes: its message, or `content` alone; whether that ended by itself; the tokens."""
         body |= {"model": self.server.model, "max_tokens": limit, "temperature": self.temperature(task)}
         if body["temperature"]:
             number = int.from_bytes(hashlib.blake2b(self.key(task).encode(), digest_size=4).digest(), "big")
             body |= {"seed": number >> 1} | ({} if task.asks else {"top_p": self.sampling.top_p})
-        where = f"the server at {self.server.url!r}"
-        # as the server sends it, for servers differ in what they leave out
-        done = await self._client.post(path, cast_to=object, body=body)
-        choice = next(iter(_listed(_field(done, "choices"))), None)
-        message, text = _field(choice, "message"), _field(choice, "text")
-        if message is None and text is None:
-            raise OSError(f"{where} answers with no text ({str(done)[:60]!r}): check --endpoint; {RESUMES}")
-        tokens = _field(_field(done, "usage"), "completion_tokens")
-        tokens = tokens if isinstance(tokens, int) else 0
-        words = _text(text if message is None else _field(message, "content"))
-        return message, words, has_ended(_field(choice, "finish_reason"), tokens >= limit), tokens
+        done: Any = await self._client.post(path, cast_to=object, body=body)
+        try:
+            choice = done["choices"][0]
+            message = choice["message"] if "message" in choice else {"content": choice["text"]}
+            tokens = (done.get("usage") or {}).get("completion_tokens") or 0
+            return {**message, "content": message.get("content") or ""}, ENDED[choice["finish_reason"]], tokens
+        except (AttributeError, LookupError, TypeError) as error:
+            what = f"answers what chat completions do not have ({str(done)[:60]!r}, {_reason(error)})"
+            raise OSError(f"the server at {self.server.url!r} {what}: check --endpoint; {RESUMES}") from None
 
     async def _question(self, task: Task) -> None:
         assert self.chats is not None
@@ -138,11 +130,10 @@ class ServerWriter(Writer):
         if begin and frame(self.tokenizer)[0]:  # the server puts it in front of every prompt
             prompt = prompt.removeprefix(begin)
         how: dict[str, Any] = {"prompt": prompt, "stop": [self.question_end]}
-        _, words, ended, _ = await self._asked("/completions", task, self.sampling.question_tokens, **how)
-        words, end, _ = words.partition(self.question_end)  # some servers return it
+        written, ended, _ = await self._asked("/completions", task, self.sampling.question_tokens, **how)
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        reason = None if ended or end else CUT
-        self.take_question(task, words.strip(), CONTROL if any(token in words for token in special) else reason)
+        reason = CONTROL if any(token in written["content"] for token in special) else None if ended else CUT
+        self.take_question(task, written["content"].strip(), reason)
 
     async def _answer(self, task: Task) -> None:
         if task.given is not None:
@@ -152,54 +143,10 @@ class ServerWriter(Writer):
             path, body = "/chat/completions", {"messages": messages, **({"tools": task.tools} if task.tools else {})}
             values = self.server.template_values
             body |= {"chat_template_kwargs": values} if values else {}
-        message, words, ended, tokens = await self._asked(path, task, self.sampling.max_new_tokens, **body)
-        if ended and self.chats is not None and self.chats.end_of_turn.strip():  # some servers return it
-            words = words.removesuffix(self.chats.of(task.tools).end_of_turn)
-        holders = [message, *_listed(_field(message, "content"))]  # a part may be the thought
-        names = {True: (*THOUGHTS, "text"), False: THOUGHTS}
-        thoughts = (_text(_field(holder, name)) for holder in holders for name in names[_thinks(holder)])
-        calls = _field(message, "tool_calls") or _field(message, "function_call")  # as it was called before
-        calls = calls_of(_listed(calls)) if calls else []
-        self.take(task, Answer(words, ended, tokens, None, next(filter(None, thoughts), ""), calls))
-
-
-def has_ended(reason: Any, limit_reached: bool) -> bool:
-    """Whether an answer ended by itself, by the reason that a server gives; where it gives none that is known, whether
-    it stayed below the limit.
-
-    >>> [has_ended(reason, False) for reason in ("stop", "eos_token", "MAX_TOKENS", "content_filter", None)]
-    [True, True, False, False, True]
-    >>> has_ended("stop", True), has_ended(None, True)
-    (True, False)
-    """
-    word = str(_field(reason, "type") or reason or "").lower()
-    if any(part in word for part in BROKEN_OFF):
-        return False
-    return not limit_reached or any(part in word for part in ENDED)
-
-
-def _field(holder: Any, name: str) -> Any:
-    return holder.get(name) if isinstance(holder, Mapping) else None
-
-
-def _text(content: Any) -> str:
-    """A text, which some servers give in parts; thoughts among them, and those of another kind, are left out."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(map(_text, content))
-    if content is None or _thinks(content):
-        return ""
-    return next(filter(None, (_text(_field(content, name)) for name in ("text", "value", "content"))), "")
-
-
-def _thinks(part: Any) -> bool:
-    kind = str(_field(part, "type")).lower()
-    return "think" in kind or "reason" in kind
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+        message, ended, tokens = await self._asked(path, task, self.sampling.max_new_tokens, **body)
+        thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
+        calls = calls_of(message.get("tool_calls") or [])
+        self.take(task, Answer(message["content"], ended, tokens, None, thought, calls))
 
 
 def with_path(url: str) -> str:

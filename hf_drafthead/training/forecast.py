@@ -28,7 +28,7 @@ class Forecast:
 
     parameters: of the heads; trained: all that are trained, the base's included if it is; weights: bytes of
     the weights of base and heads; memory: bytes while training, as measured of the GPU or of the process, or at least
-    weights, gradients and the optimizer; rows, tokens: of an epoch; steps: optimizer steps; batch: rows of a step, in
+    weights, gradients and the optimizer; rows: of an epoch; steps: optimizer steps; batch: rows of a step, in
     all processes together; evaluations: on the held-out rows, at most; step: seconds of an optimizer step; epoch:
     seconds of the steps of an epoch; seconds: of steps, evaluations and calibration.
     """
@@ -38,7 +38,6 @@ class Forecast:
     weights: int
     memory: int
     rows: int
-    tokens: int | None
     steps: int
     batch: int
     evaluations: int
@@ -47,14 +46,13 @@ class Forecast:
     seconds: float | None = None
 
     def __str__(self) -> str:
-        counted = f"{self.rows:,} rows" + ("" if self.tokens is None else f" of {self.tokens:,} tokens")
         also = "" if self.trained == self.parameters else f", {self.trained:,} trained with those of the base"
         lasts = "time cannot be estimated" if self.seconds is None else f"about {duration(self.seconds)}"
         return (
             f"heads: {self.parameters:,} parameters{also}; memory: {size(self.weights)} of weights, "
             f"{size(self.memory)} or more while training\n"
-            f"data: {counted}; {self.steps:,} steps of {self.batch} rows, {self.evaluations} evaluations at most: "
-            f"{lasts}"
+            f"data: {self.rows:,} rows; {self.steps:,} steps of {self.batch} rows, "
+            f"{self.evaluations} evaluations at most: {lasts}"
         )
 
 
@@ -85,7 +83,6 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
         weights=weights,
         memory=(weights + 4 * trained if peak is None else peak) + MOMENTS * trained,
         rows=rows,
-        tokens=None if data.report is None else data.report.tokens,
         steps=steps,
         batch=batch * args.gradient_accumulation_steps * args.world_size,
         evaluations=evaluations,

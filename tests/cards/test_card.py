@@ -204,19 +204,17 @@ GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
 
 
 FAULT = "**The output differed from the base's own, although it should be identical: {}.**"
-ROUNDED = "In half precision the output differed from the base's own (see Limits): {}."
+ROUNDING = {"texts": 40, "rounding": 1, "faults": 0}
 
 
-@pytest.mark.parametrize(
-    "dtype, words", [("float32", FAULT), ("float64", FAULT), ("float16", ROUNDED), ("bfloat16", ROUNDED)]
-)
-def test_a_difference_is_told_by_its_run_and_an_alarm_in_full_precision_alone(heads, dtype, words):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_difference_is_told_by_its_run(heads, dtype):
     put(
         heads,
         "evaluation.json",
         [run(dtype=dtype, identical=False, settings=SAMPLED), run(dtype="float32", batch_size=8)],
     )
-    differed = words.format(f"NVIDIA A100, {dtype}, batch size 1, temperature 0.7")
+    differed = FAULT.format(f"NVIDIA A100, {dtype}, batch size 1, temperature 0.7")
     same = "The same as the base's own, token by token: NVIDIA A100, float32, batch size 8."
     assert exactness_of(heads) == f"{differed}\n\n{same}"
     assert "| all | 40 | 2.71 | 1.48 | **no** |" in card_of(heads).text
@@ -231,10 +229,10 @@ def test_limits_claim_no_more_than_was_found(heads):
     assert "- The text was the base's own in the runs above;" in limits()
     put(heads, "evaluation.json", run(identical=False, dtype="float32"))
     assert "The text should be the base's own, but a run in float32 differed: see Exactness." in limits()
-    put(heads, "evaluation.json", [run(identical=False, dtype="bfloat16"), run(dtype="float32")])
+    put(heads, "evaluation.json", [run(identical=False, dtype="bfloat16", differences=ROUNDING), run(dtype="float32")])
     assert "and was so in the runs above in float32.\n  It differed in bfloat16: see Exactness." in limits()
     assert "should be" not in limits()
-    put(heads, "evaluation.json", [run(identical=False, dtype="bfloat16"), run()])
+    put(heads, "evaluation.json", [run(identical=False, dtype="bfloat16", differences=ROUNDING), run()])
     assert "that was not measured here.\n  It differed in bfloat16: see Exactness." in limits()
     put(heads, "evaluation.json", run(identical=True, tokens_per_step=None))
     assert "that was not measured here." in limits()

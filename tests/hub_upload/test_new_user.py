@@ -70,7 +70,7 @@ def trained(hub, clients, models, tmp_path) -> Path:
 
 def test_heads_trained_on_ten_chats_are_published_and_load_without_an_import(hub, clients, trained, tmp_path):
     summary = json.loads((trained / "training_summary.json").read_text())
-    assert (summary["base"], summary["steps"]) == ("org/base", 2) and summary["data_report"]["kept"] == 9
+    assert (summary["base"], summary["steps"]) == ("org/base", 2) and summary["data_report"]["kept"] == 10
     assert json.loads((trained / "evaluation.json").read_text())["identical"]
     answer = command(clients, "push", trained, "org/heads", "--license", "mit")
     assert answer.code == 0, answer.err

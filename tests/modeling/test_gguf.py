@@ -12,7 +12,6 @@ from hf_drafthead.cards import write_card
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.modeling import gguf_files
 from hf_drafthead.training import train_heads
-from hf_drafthead.training.distill import load_model
 from tests.gguf_base import write_gguf
 
 pytest.importorskip("gguf", reason="the package gguf is not installed")
@@ -47,7 +46,7 @@ def test_heads_find_the_file_again(place, tmp_path, name):
 
 
 def test_a_loaded_base_is_told_where_it_lies(place, tmp_path):
-    base, _ = load_model(str(place / FILE))
+    base = load(str(place / FILE))[0].base
     where = {"base_model_name_or_path": str(place), "base_gguf_file": FILE}
     MedusaForCausalLM.from_base(base, num_draft_heads=2, **where).save_pretrained(tmp_path)
     assert same_text(MedusaForCausalLM.from_pretrained(tmp_path), base)
@@ -77,7 +76,8 @@ def test_the_tokenizer_has_the_special_tokens_that_the_file_says(place):
 
 def test_heads_move_to_the_same_base_as_safetensors(place, tmp_path):
     MedusaForCausalLM.from_base(place / FILE, num_draft_heads=2).save_pretrained(tmp_path / "heads")
-    base, tokenizer = load_model(str(place / FILE))
+    drafting, tokenizer = load(str(place / FILE))
+    base = drafting.base
     base.save_pretrained(tmp_path / "base")
     moved = MedusaForCausalLM.from_pretrained(tmp_path / "heads", base_model=tmp_path / "base")
     assert moved.config.base_gguf_file is None and same_text(moved, base)

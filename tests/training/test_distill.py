@@ -15,12 +15,11 @@ from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.training.answers import ONE_TEXT, RowDraws
 from hf_drafthead.training.collect import DistillReport
 from hf_drafthead.training.data import tokenize_rows
-from hf_drafthead.training.distill import distill, load_model
+from hf_drafthead.training.distill import distill
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
 from tests.callers.table import SETTINGS as OF_GENERATE
-from tests.checkpoints import FAMILIES, save_base, save_heads
 from tests.training.chat_templates import CHATML, STYLES, VICUNA, tokenizer_with
 
 WORDS = ["why", "what is it", "who are you then", "a", "is that so", "when", "how", "but where"]
@@ -367,18 +366,6 @@ def test_texts_need_no_template_that_shows_a_lone_question(tmp_path):
     assert report.written == 1
     with pytest.raises(ValueError, match=r"cannot show a question .*: the chat template refuses it \(two at least\)"):
         distill(letters_base(tokenizer), tokenizer, CHATS[:1], tmp_path / "chats.jsonl", **SETTINGS)
-
-
-def test_models_come_with_their_tokenizer(tmp_path):
-    folder = save_base(tmp_path)
-    heads = save_heads(tmp_path, folder, "medusa")
-    (heads / "tokenizer.json").unlink()
-    (heads / "tokenizer_config.json").unlink()
-    for name, kind in ((folder, "LlamaForCausalLM"), (heads, FAMILIES["medusa"].__name__)):
-        model, tokenizer = load_model(str(name))
-        assert type(model).__name__ == kind and len(tokenizer) == 259
-    with pytest.raises(OSError, match="no model could be read at '.*nowhere' .*: give the folder or id of a causal"):
-        load_model(str(tmp_path / "nowhere"))
 
 
 def test_the_report_is_two_lines():

@@ -11,9 +11,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_drafthead.data import read_rows
+from hf_drafthead.evaluation.loading import load
 from hf_drafthead.training import endpoint
 from hf_drafthead.training.data import tokenize_rows
-from hf_drafthead.training.distill import distill, load_model
+from hf_drafthead.training.distill import distill
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 from tests.serving.running import running_server, served
 from tests.training.chat_templates import CHATML, tokenizer_with
@@ -245,6 +246,7 @@ def test_a_server_that_cannot_be_used_is_named_in_one_line(tmp_path, command, st
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 OTHER_ANSWERS = [b"<html>", b'{"choices": []}', b'{"error": "no"}', b"{broken", DEEP, b'{"id": "caf\xe9"}']
 OTHER_ANSWERS += [b'{"choices": [null]}', b'{"choices": [{"finish_reason": "stop"}]}', b'{"choices": "none"}']
+OTHER_ANSWERS += [b'{"choices": [{"message": {"content": "a"}, "finish_reason": "eos_token"}]}']
 
 
 @pytest.mark.parametrize("answer", OTHER_ANSWERS, ids=lambda answer: answer[:20].decode("latin-1"))
@@ -261,80 +263,20 @@ def completion(choice, usage):
 
 
 FOUR = {"role": "assistant", "content": "Four."}
-FO, UR = {"type": "text", "text": "Fo"}, {"type": "text", "text": "ur."}
-HM = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}
-ENDINGS = {
-    **dict.fromkeys(("stop", "eos_token", "stop_sequence", "eos", "end_turn", "COMPLETE", "STOP", "done"), True),
-    **dict.fromkeys(("length", "max_tokens", "MAX_TOKENS", "model_length", "max_new_tokens", "limit"), False),
-    **dict.fromkeys(("content_filter", "SAFETY", "RECITATION", "abort", "ERROR_TOXIC", "timeout", "refusal"), False),
-    **dict.fromkeys(("model_context_window_exceeded", "MALFORMED_FUNCTION_CALL", "UNEXPECTED_TOOL_CALL"), False),
-}
 USAGE = {"completion_tokens": 2, "prompt_tokens": 1, "total_tokens": 3}
-AT_THE_LIMIT = {**USAGE, "completion_tokens": 8}
-ANSWERS = {
-    **{reason: ({"message": FOUR, "finish_reason": reason}, USAGE, ended) for reason, ended in ENDINGS.items()},
-    "a reason with fields": ({"message": FOUR, "finish_reason": {"type": "length", "length": 8}}, USAGE, False),
-    "no reason": ({"message": FOUR}, USAGE, True),
-    "null": ({"message": FOUR, "finish_reason": None}, USAGE, True),
-    "no reason, at the limit": ({"message": FOUR}, AT_THE_LIMIT, False),
-    "stop, at the limit": ({"message": FOUR, "finish_reason": "stop"}, AT_THE_LIMIT, True),
-    "no usage": ({"message": FOUR, "finish_reason": "stop"}, None, True),
-    "usage without tokens": ({"message": FOUR, "finish_reason": "stop"}, {"completion_tokens": None}, True),
-    "usage in words": ({"message": FOUR, "finish_reason": "stop"}, {"completion_tokens": "two"}, True),
-    "no role": ({"message": {"content": "Four."}, "finish_reason": "stop"}, USAGE, True),
-    "parts": ({"message": {"content": [FO, UR]}}, None, True),
-    "a part alone": ({"message": {"content": {"type": "text", "text": "Four."}}}, None, True),
-    "a thought and a text": ({"message": {"content": [HM, "Four."]}}, None, True),
-    "parts of parts": ({"message": {"content": [{"text": {"value": "Fo"}}, {"content": [UR]}]}}, None, True),
-    "a thought that is a text too": (
-        {"message": {"content": [{**UR, "type": "reasoning", "text": "Hm."}, FO, UR]}},
-        None,
-        True,
-    ),
-    "a text": ({"text": "Four.", "finish_reason": "stop"}, USAGE, True),
-    "null calls": ({"message": {**FOUR, "tool_calls": None}, "finish_reason": "stop"}, USAGE, True),
-    "calls of nothing": ({"message": {**FOUR, "tool_calls": [{"id": "1"}]}, "finish_reason": "stop"}, USAGE, True),
-    "the end of turn itself": ({"message": {"content": "Four.<|im_end|>"}, "finish_reason": "stop"}, USAGE, True),
-}
+REASONS = [("stop", True), ("tool_calls", True), ("length", False), ("content_filter", False)]
 
 
-@pytest.mark.parametrize("name", ANSWERS)
-def test_an_answer_is_cut_only_where_a_limit_or_a_filter_ended_it(tmp_path, name):
-    """Whatever word a server has for it, and whatever fields it leaves out."""
-    choice, usage, ended = ANSWERS[name]
-    with Server(lambda number: completion(choice, usage)) as server:
-        tokenizer = tokenizer_with(THINKING_WITH_TOOLS)
-        report = ask(server, TURNS[:1], tmp_path / "own.jsonl", tokenizer, retries=0, max_new_tokens=8)
+@pytest.mark.parametrize("usage", [USAGE, None, {"completion_tokens": None}], ids=["usage", "none", "null"])
+@pytest.mark.parametrize("reason, ended", REASONS)
+def test_an_answer_is_cut_only_where_a_limit_or_a_filter_ended_it(tmp_path, reason, ended, usage):
+    with Server(lambda number: completion({"message": FOUR, "finish_reason": reason}, usage)) as server:
+        report = ask(server, TURNS[:1], tmp_path / "own.jsonl", retries=0, max_new_tokens=8)
     (row,) = read(tmp_path / "own.jsonl")
     answers = [turn for turn in row["messages"] if turn["role"] == "assistant"]
     assert [turn["content"] for turn in answers] == ["Four."] * (2 if ended else 1)
     assert [turn.get("cut", False) for turn in answers] == ([False, False] if ended else [True])
     assert report.cut == (not ended)
-    thought = "Hm." if name.startswith("a thought") else None
-    assert {turn.get("reasoning_content") for turn in answers} == {thought}
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}], ids=["a text", "an object"])
-@pytest.mark.parametrize("name", ["function_call", "tool_calls"])
-def test_calls_are_kept_however_they_are_returned(tmp_path, name, arguments):
-    call = {"name": "add", "arguments": arguments}
-    message = {"content": None, name: call if name == "function_call" else [{"type": "function", "function": call}]}
-    with Server(lambda number: completion({"message": message, "finish_reason": "function_call"}, None)) as server:
-        ask(server, QUESTIONS[:1], tmp_path / "own.jsonl", tokenizer_with(THINKING_WITH_TOOLS))
-    (row,) = read(tmp_path / "own.jsonl")
-    function = {"name": "add", "arguments": {"a": 2}}
-    assert row["messages"][-1]["tool_calls"] == [{"type": "function", "function": function}]
-
-
-def test_a_question_may_come_with_what_ends_it(tmp_path):
-    """As text-generation-inference returns it, and with its word for the end."""
-    asked = b'{"choices": [{"text": "Why do birds sing at dawn?<|im_end|>", "finish_reason": "stop_sequence"}]}'
-    answer = completion({"message": FOUR, "finish_reason": "eos_token"}, None)
-    with Server(lambda number: answer if number % 2 else asked) as server:
-        report = ask(server, 1, tmp_path / "own.jsonl", tokenizer_with(CHATML), concurrency=1, greedy=1.0)
-    assert (report.written, report.cut, dict(report.dropped)) == (1, 0, {})
-    assert said(read(tmp_path / "own.jsonl")[0]) == ["Why do birds sing at dawn?", "Four."]
 
 
 @pytest.mark.parametrize(
@@ -363,7 +305,7 @@ def test_a_served_model_answers_as_it_does_in_this_process(tmp_path, command):
     tokenizer.save_pretrained(heads)
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in CHATS + TURNS + TEXTS))
     rows = read_rows(tmp_path / "data.jsonl")
-    loaded, tokenizer = load_model(str(heads))
+    loaded, tokenizer = load(str(heads))
     distill(loaded, tokenizer, rows, tmp_path / "here.jsonl", max_new_tokens=8, prompt_tokens=5)
     with running_server(heads, tmp_path / "log") as url:
         words = ["--data", tmp_path / "data.jsonl", "--output", tmp_path / "there.jsonl", "--max-new-tokens", 8]

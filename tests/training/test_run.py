@@ -108,7 +108,7 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     summary = json.loads((tmp_path / "heads" / "training_summary.json").read_text())
     assert {"command", "torch", "transformers", "hf_drafthead", "hardware", "hours", "seed"} <= set(summary)
     assert summary["family"] == family and summary["steps"] == 4 and len(summary["data_sha256"]) == 64
-    assert summary["data_report"]["rows"] == 21 and 0 <= summary["held_out"]["head0_top1"] <= 1
+    assert summary["data_report"]["rows"] == 24 and 0 <= summary["held_out"]["head0_top1"] <= 1
     assert summary["learning_rate"] == families.FAMILIES[family].recipe["learning_rate"]
     assert summary["schedule"] == families.FAMILIES[family].recipe["lr_scheduler_type"]
     prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
@@ -465,7 +465,7 @@ def test_chats_are_written_by_the_template_that_was_given_and_saved(place, tmp_p
     with pytest.raises(ValueError, match="chat template"):
         train_heads(*given, tmp_path / "none", **QUICK)
     trained = train_heads(*given, tmp_path / "heads", chat_template=CHATML, **QUICK)
-    assert trained.summary["data_report"]["rows"] == 6
+    assert trained.summary["data_report"]["rows"] == 9
     assert AutoTokenizer.from_pretrained(tmp_path / "heads").chat_template == CHATML
 
 
