@@ -276,8 +276,8 @@ def train(command, base, output, *more):
 def test_a_training_without_data_loads_the_base_once(base, tokenizer, tmp_path, command, monkeypatch):
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    loads, load = [], loading.load_named
-    monkeypatch.setattr(loading, "load_named", lambda *given, **how: (loads.append(given), load(*given, **how))[1])
+    loads, load = [], loading.load_base
+    monkeypatch.setattr(loading, "load_base", lambda *given, **how: (loads.append(given), load(*given, **how))[1])
     code, _, err = train(command, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--data", "x")
     assert code == 2 and "a number of chats (--synthesize) is for a training without data" in err
     code, out, err = train(command, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--set", "max_steps=2")
