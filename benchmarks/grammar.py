@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_drafthead
 from hf_drafthead import zoo
-from hf_drafthead.serving.processors import TokenScores
+from hf_drafthead.serving.served import TokenScores
 
 KEYS = "name category price_in_euros weight_in_grams color material country_of_origin year_of_production".split()
 KEYS += "number_in_stock minimum_age is_available warranty_in_months".split()

@@ -3,14 +3,9 @@
 import argparse
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
-
-from hf_drafthead.door import DRAFTER, recognize
-from hf_drafthead.modeling.checkpoint import fetch_file
-from hf_drafthead.modeling.gguf_files import split_gguf
 
 NEEDED = ("fastapi", "uvicorn")
 LIMITS = {"port": (0, 65535), "slots": (1, 4096), "max_queue_size": (1, 1 << 20), "context": (2, 1 << 30)}
@@ -33,7 +28,6 @@ def parser() -> Parser:
     add("--port", type=int, default=8000, help="port to listen at (%(default)s)")
     add("--device", default="auto", help="where the model runs: auto, cpu, cuda:1, ...")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
-    add("--attn-implementation", metavar="NAME", help="of the base: sdpa, eager, ...")
     add("--exact", action="store_true", help="the same bits, drafted or not, alone or among others, in any dtype")
     add("--trust-remote-code", action="store_true", help="run the code of a base that brings its own")
     add("--slots", type=int, metavar="N", help="requests that are decoded at once")
@@ -44,14 +38,13 @@ def parser() -> Parser:
     add("--learn", action="store_true", help='let the heads learn from requests that say "store": true')
     add("--lookup-answers", action="store_true", help="copy guesses from answers to other clients, too")
     add("--stop-within", type=float, default=10.0, metavar="SECONDS", help="that running answers have at the end")
-    add("--cors", action="store_true", help="let pages of any site ask")
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     add("--continuous-batching", action="store_true", help="as always: transformers' own server needs it")
     return options
 
 
 def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> argparse.Namespace:
-    """What `serve` is asked for, checked; with the place of the model, and how it is fetched."""
+    """What `serve` is asked for, checked."""
     options = parser().parse_args([model, *arguments])
     if unknown := settings.keys() - vars(options).keys():
         raise ValueError(f"unknown options {sorted(unknown)}: see `hf-drafthead serve --help`.")
@@ -61,11 +54,6 @@ def options_of(model: str, arguments: Sequence[str] = (), **settings: Any) -> ar
     for name, (least, most) in LIMITS.items():
         if (value := getattr(options, name)) is not None and not least <= value <= most:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: expected a number from {least} to {most}.")
-    place, _, revision = (model, "", "") if Path(model).exists() else model.partition("@")
-    options.place, options.hub, options.texts = place, {"revision": revision or "main"}, texts_of(options.lookup_texts)
-    drafter = recognize(place, options.hub).kind == DRAFTER  # whose tokenizer is its base's
-    if not drafter and not split_gguf(place)[1] and fetch_file(place, "tokenizer_config.json", options.hub) is None:
-        raise ValueError(f"{place!r} has no tokenizer: save the base's there, tokenizer.save_pretrained({place!r}).")
     return options
 
 
@@ -78,25 +66,15 @@ def serve(model: str, arguments: Sequence[str] = (), **settings: Any) -> None:
 
     Raises:
         OSError: packages for serving are missing, or the model or a text cannot be read.
-        ValueError: the model has no tokenizer, or an option is unknown.
+        ValueError: an option is unknown, or does not fit.
     """
     if lacking := [name for name in NEEDED if find_spec(name) is None]:
         raise OSError(f"to serve a model {', '.join(lacking)} must be installed: pip install 'hf-drafthead[serving]'.")
     options = options_of(model, arguments, **settings)
-    from hf_drafthead.serving.app import run
+    from hf_drafthead.serving.app import Server
 
-    run(options)
-
-
-def texts_of(folder: Path | None) -> list[str] | None:
-    """The text files of a folder, its own folders included."""
-    if folder is None:
-        return None
-    texts, folder = list[str](), Path(folder)
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
-            with suppress(UnicodeDecodeError):  # no text
-                texts.append(path.read_text(encoding="utf-8"))
-    if not any(texts):
-        raise ValueError(f"--lookup-texts: {str(folder)!r} has no text (UTF-8): name a folder of text files.")
-    return texts
+    server = Server(options)
+    try:
+        server.run()
+    finally:
+        server.served.stop()

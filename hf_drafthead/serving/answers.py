@@ -1,160 +1,350 @@
-"""One answer: what the manager is asked for it, and what becomes of its tokens."""
+"""The three calls of OpenAI's API: what a request to each asks for, and how its answers are written."""
 
+import copy
 import functools
+import itertools
 import json
 import re
-from dataclasses import dataclass, field
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_drafthead.serving.fields import Refused, generation_config
-from hf_drafthead.serving.processors import StopText, TokenScores
-from hf_drafthead.serving.served import Prompt
+from pydantic import TypeAdapter
 
+from hf_drafthead.serving.requests import CHAT, COMPLETIONS, RESPONSES, Object, Refused, as_chat, checked, fields
+from hf_drafthead.serving.served import Prompt, Served, StopText, TokenScores, listed
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+# What would make an answer something else than one text.
+FIXED = {"num_return_sequences": 1, "return_dict_in_generate": False, "max_length": None, "stop_strings": None}
+FIXED |= dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), False)
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+OF_REQUESTS = {"input", "model", "stream", "stream_options"}  # fields that a response does not repeat
 PIECES = re.compile("[^<>]+|.", re.DOTALL)  # so that what stands before the marker behind a faulty call is not lost
+DRAFTS = ("drafted", "accepted")
+KINDS = {"content": "message", "reasoning_content": "reasoning", "thinking": "reasoning"}  # of items, by parsed fields
 CUT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for a part of a character
-# Text, log probability, those of others, and where it begins.
-Token = tuple[str, float, list[tuple[str, float]], int]
-
-
-@dataclass
-class Delta:
-    """What an answer has grown by; `first` is of its beginning."""
-
-    first: bool = False
-    content: str = ""
-    reasoning: str = ""
-    calls: list[dict[str, str]] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
 
 
 class TextSoFar:
-    """Decodes tokens as they come: the pieces together are the text of all tokens."""
+    """Decodes tokens one by one: the pieces together are the text of all."""
 
-    def __init__(self, decode: Any):
-        self.decode, self.tokens, self.shown, self.length = decode, list[int](), 0, 0
+    def __init__(self, decode: Callable[[list[int]], str]):
+        self.decode, self.tokens, self.shown = decode, list[int](), 0
 
-    def add(self, tokens: list[int], last: bool = False) -> str:
-        """What is sure of the text now; a character of which a part has come waits for the others."""
+    def add(self, *tokens: int) -> str:
+        """What is sure of the text now: a part of a character waits for the others, or for a call without a token."""
         self.tokens += tokens
         before, text = self.decode(self.tokens[: self.shown]), self.decode(self.tokens)
-        if len(text) <= len(before) or text.endswith(CUT) and not last:
+        if len(text) <= len(before) or text.endswith(CUT) and tokens:
             return ""
         self.tokens, self.shown = self.tokens[self.shown :], len(self.tokens) - self.shown  # before the next ones
-        self.length += len(text) - len(before)
         return text[len(before) :]
 
 
 class Choice:
-    """One answer to a prompt of a `call` of `formats`, the `sibling`th: `settings` for the manager, and its results."""
+    """One answer to a prompt of a call, the `sibling`th: `settings` for the manager, and what its results add to it.
+
+    grown: what the last result has added, kinds of items of a response, each with a text or a call; tokens: names, log
+        probabilities, others and places in the text of its tokens. finish: why it has ended, empty while it has not.
+    """
 
     def __init__(self, call: Any, prompt: Prompt, index: int, sibling: int):
-        self.call, self.prompt, self.index, self.id = call, prompt, index, f"{call.key}-{index}"
-        self.served, body, of_base = call.served, call.body, call.served.model.generation_config
-        self.config = generation_config(body, of_base)
-        self._set_length()
-        stops = [stop for some in (body.get("stop"), of_base.stop_strings) for stop in listed(some)]
-        special = dict(zip(self.served.tokenizer.all_special_tokens, self.served.tokenizer.all_special_ids))
-        self.ends = [*self.served.ends, *(special[stop] for stop in stops if stop in special)]
+        self.call, self.served, self.prompt, self.index = call, call.served, prompt[0], index
+        self.id, body, special = f"{call.key}-{index}", call.body, self.served.special
+        stops = [*listed(body.get("stop")), *listed(self.served.model.generation_config.stop_strings)]
         self.stops = [stop for stop in stops if stop not in special]
-        self.config.eos_token_id = self.ends or None
-        self.parser = self.served.parser(prompt, call.tools, body.get("tool_choice") != "none") if call.chat else None
+        self.ends = [*self.served.ends, *(special[stop] for stop in stops if stop in special)]
+        self.parser = self.served.parser(self.prompt, body) if call.chat else None
         decode = functools.partial(self.served.decode, special=self.parser is not None)
-        self.scores, self.text, self.held, self.raw = self._scores(), TextSoFar(decode), "", ""
-        self.count, self.calls, self.finish, self.cut, self.result = 0, 0, "", False, None
-        self.tokens: list[Token] = []  # whose text is held
-        self.delta: Delta | None = None
+        self.text, self.said, self.sent, self.raw, self.scored = TextSoFar(decode), "", 0, "", list[Any]()
+        self.count, self.called, self.finish, self.cut, self.result = 0, 0, "", False, None
+        penalties = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
+        matcher = None if call.schema is None else self.served.matcher(call.schema, self.parser)
+        self.scores = TokenScores(len(self.prompt), penalties, call.alternatives, matcher)
         seed = None if "seed" not in body else body["seed"] + sibling
-        self.settings: dict[str, Any] = {"generation_config": self.config, "seed": seed, **prompt.inputs}
-        if self.scores is not None:
+        self.settings: Object = {"generation_config": self._config(body), "seed": seed, **prompt[1]}
+        if any(penalties) or matcher is not None or call.alternatives is not None:
             self.settings["logits_processor"] = [self.scores]
-        if self.stops:
-            self.settings["stopping_criteria"] = [StopText(decode, self.stops, len(prompt.ids))]
+        if self.stops or call.alternatives is not None:
+            self.settings["stopping_criteria"] = [StopText(decode, self.stops, self.scores)]
 
-    def _set_length(self) -> None:
-        context, length, most = self.served.context, len(self.prompt.ids), self.call.most
-        if context is not None and (total := length + (most or 1)) > context:
-            field = next((name for name in LENGTHS if name in self.call.body), "prompt")
-            asked = f"you requested {total} tokens ({length} in the prompt, {most or 1} in the completion)"
-            reason = f"This model's maximum context length is {context} tokens. However, {asked}: ask for fewer."
-            raise Refused(field, reason, "context_length_exceeded")
-        left = 1024 if context is None else context - length
-        self.config.max_new_tokens = most or min(self.config.max_new_tokens or self.call.default or left, left)
-
-    def _scores(self) -> TokenScores | None:
-        """What changes the scores of tokens, or notes them; None where nothing does but what the config says."""
-        body, alternatives, matcher, size = self.call.body, self.call.alternatives, None, self.served.vocabulary
+    def _config(self, body: Object) -> Any:
+        """How the answer is decoded: as the base says, but for what the client asks for."""
+        config, size = copy.deepcopy(self.served.model.generation_config), self.served.vocabulary
+        config.update(**FIXED, eos_token_id=self.ends or None, max_new_tokens=self._length(config.max_new_tokens))
+        if not body.keys().isdisjoint((*SAMPLING, "seed")) or body.get("n", 1) > 1:
+            config.do_sample = body.get("temperature", 1) > 0
+        named = ("repetition_penalty", *(SAMPLING if config.do_sample else ()))
+        config.update(**{name: body[name] for name in named if name in body})
         if given := body.get("logit_bias"):
             if not all(token.isdecimal() and int(token) < size for token in given):
                 raise Refused("logit_bias", f"expected numbers by the ids of tokens, from 0 to {size - 1}.")
-            biases = [[[int(token)], float(value)] for token, value in given.items()]
-            self.config.sequence_bias = [*(self.config.sequence_bias or []), *biases]
-        if alternatives is not None and (self.config.num_beams or 1) > 1:
+            biases = [[[int(token)], value] for token, value in given.items()]
+            config.sequence_bias = [*(config.sequence_bias or []), *biases]
+        if self.call.alternatives is not None and (config.num_beams or 1) > 1:
             raise Refused("logprobs", "an answer by beams has none.")
-        if self.call.schema is not None:
-            begun = [] if self.parser is None else self.parser.initial_events
-            if begun and begun[-1]["type"] != "region_close":
-                raise Refused("response_format", "the chat template lets the model think first: turn that off.")
-            matcher = self.served.matcher(self.call.schema)
-        penalties = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
-        if not any(penalties) and matcher is None and alternatives is None:
-            return None
-        return TokenScores(len(self.prompt.ids), penalties, alternatives, matcher)
+        return config
 
-    def take(self, result: Any) -> Delta:
-        """What a result of the manager adds to the answer; with the last one it has a reason for its end."""
-        new, first, last = result.generated_tokens[self.count :], self.count, result.is_finished()
-        ended, self.count = last and bool(new) and new[-1] in self.ends, len(result.generated_tokens)
-        if not self.cut:
-            self._hold(new[: len(new) - ended], first, last)
-        held = 0 if last or self.cut else max(map(len, self.stops), default=1) - 1  # a stop string may have begun
-        sure = self.held[: max(len(self.held) - held, 0)]
-        self.held = self.held[len(sure) :]
-        tokens = [token for token in self.tokens if last or token[3] < self.text.length - len(self.held)]
-        self.tokens = self.tokens[len(tokens) :]
-        self.delta = self._parsed(sure, last, Delta(first=self.delta is None, tokens=tokens))
+    def _length(self, of_config: int | None) -> int:
+        """The most tokens that the answer may have, which have to fit behind the prompt."""
+        context, length = self.served.context, len(self.prompt)
+        asked = {name: self.call.body[name] for name in LENGTHS if name in self.call.body}
+        most = min(asked.values(), default=None)
+        if context is not None and (total := length + (most or 1)) > context:
+            reason = f"This model's maximum context length is {context} tokens, and {total} are asked for, {length} of"
+            raise Refused(next(iter(asked), "prompt"), f"{reason} them the prompt.", "context_length_exceeded")
+        left = 1024 if context is None else context - length
+        return most or min(of_config or self.call.default or left, left)
+
+    def take(self, result: Any) -> None:
+        """Grow by a result of the manager; with the last one there is a reason for the end."""
+        new, last, name = result.generated_tokens[self.count :], result.is_finished(), self.served.name_of
+        ended = last and bool(new) and new[-1] in self.ends
+        for place, token in enumerate([] if self.cut else new[: len(new) - ended], self.count):
+            if place in self.scores.noted:
+                logprob, best = self.scores.noted.pop(place)
+                others = [(name(other), value) for other, value in best]
+                self.scored.append((name(token), logprob, others, len(self.said)))
+            self.said += self.text.add(token)
+        self.said += self.text.add() if last and not self.cut else ""
+        self.first, self.count, self.grown = not self.count, self.count + len(new), list[tuple[str, Any]]()
+        for piece in [*PIECES.findall(self._released(last)), *[""] * last]:
+            self._parse(piece)
         if last:
-            self.result, self.finish = result, "tool_calls" if self.calls else "stop" if ended or self.cut else "length"
-        return self.delta
+            self.result, self.finish = (
+                result,
+                "tool_calls" if self.called else "stop" if ended or self.cut else "length",
+            )
 
-    def _hold(self, new: list[int], first: int, last: bool) -> None:
-        """Let the text that is held grow by new tokens, and cut it where the first stop string begins."""
-        if self.scores is not None and self.call.alternatives is not None:
-            for place, token in enumerate(new, first):
-                logprob, best = self.scores.logprob(place, token)
-                named = [(self.served.name_of(other), value) for other, value in best]
-                self.tokens.append((self.served.name_of(token), logprob, named, self.text.length))
-                self.held += self.text.add([token])
-            new = []
-        self.held += self.text.add(new, last)
-        if places := [self.held.find(stop) for stop in self.stops if stop in self.held]:
-            end = self.text.length - len(self.held) + min(places)
-            self.held, self.cut = self.held[: min(places)], True
-            self.tokens = [token for token in self.tokens if token[3] < end]
+    def _released(self, last: bool) -> str:
+        """The text in which no stop string can begin any more, up to the first of them; and its tokens."""
+        found = [place for stop in self.stops if (place := self.said.find(stop, self.sent)) >= 0]
+        sure = min(found, default=len(self.said) - (0 if last else max(map(len, self.stops), default=1) - 1))
+        begun, self.sent, self.cut = self.sent, max(self.sent, sure), self.cut or bool(found)
+        self.tokens = [token for token in self.scored if token[3] < sure or last and not self.cut]
+        self.scored = self.scored[len(self.tokens) :]
+        return self.said[begun : self.sent]
 
-    def _parsed(self, text: str, last: bool, delta: Delta) -> Delta:
-        """Text sorted into content, thoughts and calls; a call that is not whole, or no JSON, is content."""
-        several = self.call.body.get("parallel_tool_calls", True)
-        for piece in [*PIECES.findall(text), *[""] * last]:
-            if self.parser is None:
-                delta.content += piece
-                continue
-            try:
-                events = self.parser.feed(piece) if piece else self.parser.finalize()[1]
-            except (ValueError, RuntimeError):
-                delta.content, events, self.parser = delta.content + self.raw, [], None
-            for event in events:
-                kind, name, said = event["type"], event.get("field"), event.get("text", "")
-                self.raw = "" if kind == "region_close" else self.raw + said * bool(event.get("dirty"))
-                delta.content += said if name == "content" else ""
-                delta.reasoning += said if name in ("reasoning_content", "thinking") else ""
-                if kind == "region_close" and name == "tool_calls" and (several or not self.calls):
-                    called, self.calls = event["value"]["function"], self.calls + 1
-                    given = called["arguments"]
-                    given = given if isinstance(given, str) else json.dumps(given)
-                    delta.calls.append({"name": called["name"], "arguments": given})
-        return delta
+    def _parse(self, piece: str) -> None:
+        """Sort text, or its end, into content, thoughts and calls; a call that is not whole, or no JSON, is content."""
+        if self.parser is None:
+            self.grown.append(("message", piece))
+            return
+        try:
+            for event in self.parser.feed(piece) if piece else self.parser.finalize()[1]:
+                name, said, closed = event["field"], event.get("text", ""), event["type"] == "region_close"
+                if name in KINDS:
+                    self.grown.append((KINDS[name], said))
+                for call in listed(event["value"]) if closed and name == "tool_calls" else ():
+                    self._call(**call["function"])
+                self.raw = "" if closed else self.raw + said * bool(event.get("dirty"))
+        except (ValueError, RuntimeError, LookupError, TypeError):
+            self.parser, self.grown = None, [*self.grown, ("message", self.raw)]
+
+    def _call(self, name: str, arguments: Any) -> None:
+        """Note a tool call, as the API has it."""
+        if not self.called or self.call.body.get("parallel_tool_calls", True):
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            about = {"index": self.called, "id": f"call_{self.id}_{self.called}", "type": "function"}
+            self.grown.append(("function_call", about | {"function": {"name": name, "arguments": text}}))
+            self.called += 1
+
+    def added(self, kind: str) -> str:
+        """The text of a kind that the last result has added."""
+        return "".join(said for each, said in self.grown if each == kind)
 
 
-def listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+def event(data: Object, **named: str) -> str:
+    """One of a stream of events; those of responses have a name."""
+    return "".join(f"{key}: {value}\n" for key, value in named.items()) + f"data: {json.dumps(data)}\n\n"
+
+
+def scored(text: str, logprob: float, others: Any = None, *_: Any) -> Object:
+    """A token with its log probability; a part of a character has no bytes that are known."""
+    token: Object = {"token": text, "logprob": logprob, "bytes": None if CUT in text else [*text.encode()]}
+    return token if others is None else token | {"top_logprobs": [scored(*other) for other in others]}
+
+
+class Completions:
+    """`/v1/completions`: reads a request, and writes its answer whole or as the events of a stream.
+
+    What a `Choice` asks of it is `default`, the tokens where a client says nothing; `alternatives`, log probabilities
+    beside each token's, None for none; and the answer's `schema`.
+    """
+
+    kind: Any = TypeAdapter(fields(**COMPLETIONS))
+    names = "cmpl", "text_completion", "text_completion"  # an id's beginning, and what an answer and a piece of it are
+    default: int | None = 16
+    chat = False
+    schema: Any = None
+
+    def __init__(self, served: Served, body: Any):
+        self.served, self.created, self.key = served, int(time.time()), uuid.uuid4().hex
+        self.body = self.asked = checked(self.kind, body)
+        if self.body.get("model", served.name) != served.name:
+            raise Refused("model", f"{served.name!r} is served here, no other.", "model_not_found")
+        if self.body.get("store") and not served.options.learn:
+            raise Refused("store", "it is true for a server that learns alone: `serve --learn`.")
+        self.prompts = self.read()
+        pairs = [(prompt, sibling) for prompt in self.prompts for sibling in range(self.body.get("n", 1))]
+        self.choices = [Choice(self, prompt, at, sibling) for at, (prompt, sibling) in enumerate(pairs)]
+
+    def read(self) -> list[Prompt]:
+        self.alternatives, given = self.body.get("logprobs"), self.body["prompt"]
+        one = isinstance(given, str) or isinstance(given[0], int)
+        return [self.served.prompt(each) for each in ([given] if one else given)]
+
+    def part(self, choice: Choice, whole: bool) -> Object:
+        """What a choice has grown by, or all of it."""
+        names, values, others, places = zip(*choice.tokens) if choice.tokens else ((),) * 4
+        top = [{**dict(other), name: value} for name, value, other in zip(names, values, others)]
+        logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": places}
+        return {"text": choice.added("message"), "logprobs": None if self.alternatives is None else logprobs}
+
+    def wrapped(self, choices: list[Choice], whole: bool = False) -> Object:
+        """Choices, in what stands around them."""
+        prefix, answer, piece = self.names
+        ends = [{"index": choice.index, "finish_reason": choice.finish or None} for choice in choices]
+        parts = [self.part(choice, whole) | end for choice, end in zip(choices, ends)]
+        about = {"id": f"{prefix}-{self.key}", "object": answer if whole else piece, "created": self.created}
+        return about | {"model": self.served.name, "choices": parts}
+
+    def usage(self) -> Object:
+        """How many tokens were read and written, and how many of these were drafted and accepted."""
+        read, wrote = sum(len(ids) for ids, _ in self.prompts), sum(choice.count for choice in self.choices)
+        counts = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+        results = [choice.result for choice in self.choices]
+        return counts | {f"{name}_tokens": sum(getattr(each, name) for each in results) for name in DRAFTS}
+
+    def whole(self) -> Object:
+        return self.wrapped(self.choices, whole=True) | {"usage": self.usage()}
+
+    def grown(self, choice: Choice) -> Iterator[str]:
+        """The events of what a choice has grown by."""
+        if choice.finish or any(said for _, said in choice.grown):
+            yield event(self.wrapped([choice]))
+
+    def end(self) -> Iterator[str]:
+        if self.body.get("stream_options", {}).get("include_usage"):
+            yield event(self.wrapped([]) | {"usage": self.usage()})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, error: Object) -> Iterator[str]:
+        yield event({"error": error})
+
+
+class Chat(Completions):
+    """`/v1/chat/completions`."""
+
+    kind, names = TypeAdapter(fields(**CHAT)), ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    default, chat = None, True
+
+    def read(self) -> list[Prompt]:
+        form = self.body.get("response_format", {})
+        self.alternatives = self.body.get("top_logprobs", 0 if self.body.get("logprobs") else None)
+        if form.get("type", "text") != "text":
+            self.schema = {"type": "object"} if form["type"] == "json_object" else form["json_schema"]["schema"]
+        return [self.served.chat(self.body)]
+
+    def part(self, choice: Choice, whole: bool) -> Object:
+        content, thoughts = choice.added("message"), choice.added("reasoning")
+        calls = [call for kind, call in choice.grown if kind == "function_call"]
+        message: Object = {"content": content if content or not calls else None}
+        message |= {"role": "assistant"} if choice.first else {}
+        message |= {"reasoning_content": thoughts} if thoughts else {}
+        message |= {"tool_calls": calls} if calls else {}
+        logprobs = None if self.alternatives is None else {"content": [scored(*token) for token in choice.tokens]}
+        return {"message" if whole else "delta": message, "logprobs": logprobs}
+
+
+class Responses(Chat):
+    """`/v1/responses`: thoughts, text and calls are items of their own, in the order in which they are written."""
+
+    kind = TypeAdapter(fields(**RESPONSES))
+
+    def read(self) -> list[Prompt]:
+        self.items, self.numbers, self.body = list[Object](), itertools.count(), as_chat(self.asked)
+        return super().read()
+
+    def response(self, status: str = "completed", error: Object | None = None) -> Object:
+        """All that is said of the answer."""
+        cut = self.choices[0].finish == "length" and error is None
+        about = {"id": f"resp_{self.key}", "object": "response", "created_at": self.created, "error": error}
+        about |= {"status": "incomplete" if cut else status, "usage": self.usage() if self.choices[0].finish else None}
+        about |= {"model": self.served.name, "output": self.items, "store": False}
+        about |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None}
+        about |= {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        return about | {name: self.asked[name] for name in self.asked.keys() - OF_REQUESTS}
+
+    def usage(self) -> Object:
+        counts = super().usage()
+        thoughts = "".join(item["content"][0]["text"] for item in self.items if item["type"] == "reasoning")
+        details = {"reasoning_tokens": len(self.served.decoder(thoughts, add_special_tokens=False)["input_ids"])}
+        counts |= {"input_tokens": counts.pop("prompt_tokens"), "output_tokens": counts.pop("completion_tokens")}
+        cached = {"cached_tokens": 0, "cache_write_tokens": 0}
+        return counts | {"input_tokens_details": cached, "output_tokens_details": details}
+
+    def whole(self) -> Object:
+        deque(self.grown(self.choices[0]), maxlen=0)
+        return self.response()
+
+    def grown(self, choice: Choice) -> Iterator[str]:
+        if choice.first:
+            yield self.sends("created", response=self.response("in_progress"))
+        for kind, said in choice.grown:
+            if kind == "function_call":
+                yield from self.opened({"type": kind, "call_id": said["id"], **said["function"], "arguments": ""})
+                self.items[-1] |= said["function"]
+                yield self.sends("function_call_arguments.delta", delta=said["function"]["arguments"])
+            elif said:
+                yield from self.written(kind, said)
+        if choice.finish:
+            yield from self.closed("incomplete" if choice.finish == "length" else "completed")
+
+    def written(self, kind: str, text: str) -> Iterator[str]:
+        """The events of a text or of thoughts, which may begin a new item."""
+        name, about = (
+            ("output_text", {"role": "assistant"}) if kind == "message" else ("reasoning_text", {"summary": []})
+        )
+        if not self.items or self.items[-1]["type"] != kind:
+            yield from self.opened(about | {"type": kind, "content": []})
+            self.items[-1]["content"].append({"type": name, "text": "", "annotations": [], "logprobs": []})
+            yield self.sends("content_part.added", part=self.items[-1]["content"][0])
+        self.items[-1]["content"][0]["text"] += text
+        yield self.sends(f"{name}.delta", delta=text, logprobs=[])
+
+    def opened(self, item: Object) -> Iterator[str]:
+        """The event of a new item, which ends the one before."""
+        yield from self.closed("completed")
+        self.items.append(item | {"id": f"{item['type']}_{self.key}_{len(self.items)}", "status": "in_progress"})
+        yield self.sends("output_item.added", item=self.items[-1])
+
+    def closed(self, status: str) -> Iterator[str]:
+        """The events of the end of the last item."""
+        for item in self.items[-1:]:
+            item["status"] = status
+            for part in item.get("content", []):
+                yield self.sends(f"{part['type']}.done", text=part["text"], logprobs=[])
+                yield self.sends("content_part.done", part=part)
+            if item["type"] == "function_call":
+                yield self.sends("function_call_arguments.done", name=item["name"], arguments=item["arguments"])
+            yield self.sends("output_item.done", item=item)
+
+    def sends(self, kind: str, **more: Any) -> str:
+        """An event, which is of the last item unless it is of the whole response."""
+        if "response" not in more:
+            more |= {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, "content_index": 0}
+        kind = f"response.{kind}"
+        return event({"type": kind, "sequence_number": next(self.numbers), **more}, event=kind)
+
+    def end(self) -> Iterator[str]:
+        response = self.response()
+        yield self.sends(response["status"], response=response)
+
+    def failed(self, error: Object) -> Iterator[str]:
+        yield from self.closed("incomplete")
+        about = {"code": "server_error", "message": error["message"]}
+        yield self.sends("failed", response=self.response("failed", about))

@@ -1,80 +1,104 @@
-"""The model that is served: its prompts, from texts, chats and images, and how its answers are read."""
+"""The model that is served: its prompts, from texts, chats and images, and how its answers are scored, ended and read.
 
+Shapes: B rows of one request (several where it has beams), T tokens of the answer, V vocabulary.
+"""
+
+import asyncio
 import copy
 import json
+import logging
+import os
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor
+import torch
+from torch import Tensor
+from transformers import AutoProcessor, LogitsProcessor, StoppingCriteria
 from transformers.processing_utils import ProcessorMixin
 
-from hf_drafthead.data.texts import frame
+from hf_drafthead.data.texts import frame, read_text
 from hf_drafthead.evaluation.calls import positions_of
 from hf_drafthead.evaluation.loading import load, load_arguments
-from hf_drafthead.serving.fields import Refused
+from hf_drafthead.serving.requests import Object, Refused
 
-TEXTS, IMAGES = ("text", "input_text", "output_text"), ("image_url", "input_image")
 RESERVED = {"messages", "tools", "add_generation_prompt", "chat_template"}  # of a template's words, no client's
 EFFORT, THINKS, NO_EFFORT = "reasoning_effort", "enable_thinking", ("none", "minimal")
 SPACES: Any = {"whitespace_flexible": True, "whitespace_pattern": " ?"}  # of JSON: a model may write them for ever
-
-
-@dataclass
-class Prompt:
-    """Token ids, and what a base reads beside them."""
-
-    ids: list[int]
-    inputs: dict[str, Any] = field(default_factory=dict)
+LEAST = -9999.0  # what OpenAI's API says of tokens that are hardly possible
+MARGIN = 8  # tokens that are read again before those in which a stop string may begin
+Prompt = tuple[list[int], Object]  # token ids, and what a base reads beside them
 
 
 class Served:
-    """A model with draft heads and what reads and writes its tokens; what depends on the base is asked of the base."""
+    """A model with draft heads, what reads and writes its tokens, as the base does, and the manager that decodes."""
 
     def __init__(self, options: Any):
         self.options, self.name = options, options.model
+        place, _, revision = (self.name, "", "") if Path(self.name).exists() else self.name.partition("@")
         device = None if options.device == "auto" else options.device
-        arguments = load_arguments(options.dtype, device, None, options.trust_remote_code) | options.hub
-        if options.attn_implementation is not None:
-            arguments["attn_implementation"] = options.attn_implementation
-        self.model, tokenizer = load(options.place, **arguments, exact=options.exact)
-        trust = {"trust_remote_code": True} if options.trust_remote_code else {}
-        self.base, self.images = self.model.base, None
-        places = [(self.base.name_or_path, trust), (options.place, {**options.hub, **trust})]
-        for place, named in places if hasattr(self.base.config, "vision_config") else ():
+        arguments = load_arguments(options.dtype, device, None, options.trust_remote_code)
+        self.model, tokenizer = load(place, **arguments, revision=revision or "main", exact=options.exact)
+        self.base, self.processor = self.model.base, None
+        own = {"config": self.base.config, "trust_remote_code": options.trust_remote_code}
+        places = (self.base.name_or_path, "main"), (place, revision or "main")
+        for name, version in places if hasattr(self.base.config, "vision_config") else ():
             with suppress(OSError, ValueError, ImportError):
-                found = AutoProcessor.from_pretrained(place, config=self.base.config, **named)
-                self.images = found if isinstance(found, ProcessorMixin) else self.images
-        own = getattr(self.images, "tokenizer", None)
-        self.tokenizer = tokenizer if own is None else own
-        self.decoder = copy.deepcopy(self.tokenizer)  # for other threads: one that encodes cannot be read meanwhile
+                found = AutoProcessor.from_pretrained(name, revision=version, **own)
+                self.processor = found if isinstance(found, ProcessorMixin) else self.processor
+        self.tokenizer = getattr(self.processor, "tokenizer", tokenizer)
+        self.decoder = copy.deepcopy(self.tokenizer)  # one that encodes cannot be read by other threads meanwhile
+        self.reader = ThreadPoolExecutor(1)  # whose thread alone encodes
+        self.special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
         self.context = options.context or positions_of(self.model)
         self.vocabulary = self.base.get_input_embeddings().num_embeddings
         ends = self.model.generation_config.eos_token_id
-        ends = self.tokenizer.eos_token_id if ends is None else ends
-        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or [])
+        self.ends = listed(self.tokenizer.eos_token_id if ends is None else ends)
         self.template = response_template(self.tokenizer, self.base)
-        self._grammar: Any = None
+        self.grammar: Any = None
+        self.open: set[asyncio.Queue[Any]] = set()  # where results of requests are waited for
+        self._start(options)
+
+    def _start(self, options: Any) -> None:
+        """Begin to decode what will be asked for."""
+        texts = None if options.lookup_texts is None else texts_of(Path(options.lookup_texts))
+        given = {name: getattr(options, name) for name in ("slots", "max_queue_size", "lookup_answers")}
+        self.manager = self.model.init_continuous_batching(**given, lookup_texts=texts, tokenizer=self.decoder)
+        if options.learn:
+            try:
+                self.manager.learn(everybody=False)
+            except ValueError as problem:
+                logging.getLogger("uvicorn.error").warning("--learn: %s", problem)
+        self.manager.warmup()
+        self.manager.start()
+
+    def stop(self) -> None:
+        """End all requests, with an error."""
+        for results in self.open:  # before the manager, which reads a prompt to its end
+            results.put_nowait(None)
+        self.manager.stop(block=False, hard_stop=True)
 
     def prompt(self, given: Any) -> Prompt:
         """A text, or token ids, to be continued; what some tokenizers put behind a text, its end, is left out."""
         if not isinstance(given, str):
-            if not all(type(token) is int and 0 <= token < self.vocabulary for token in given):
+            if max(given) >= self.vocabulary:
                 raise Refused("prompt", f"expected the ids of tokens, from 0 to {self.vocabulary - 1}.")
-            return Prompt(given)
+            return given, {}
         ids, ending = self.tokenizer(given)["input_ids"], frame(self.tokenizer)[1]
-        return Prompt(ids[: -len(ending)] if ending and ids[-len(ending) :] == ending else ids)
+        return ids[: -len(ending)] if ending and ids[-len(ending) :] == ending else ids, {}
 
-    def chat(self, messages: list[dict[str, Any]], tools: Any, variables: dict[str, Any], effort: Any) -> Prompt:
+    def chat(self, body: Object) -> Prompt:
         """A conversation as the chat template writes it, which has to read all that it is given."""
-        variables = {**self.options.chat_template_kwargs, **variables}
-        template = str(getattr(self.images, "chat_template", None) or self.tokenizer.chat_template or "")
+        variables, reader = self.options.chat_template_kwargs.copy(), self.processor or self.tokenizer
+        variables |= body.get("chat_template_kwargs", {})
+        tools, effort = tools_of(body), body.get("reasoning_effort")
+        template = str(reader.chat_template or self.tokenizer.chat_template or "")
         names, called = set(re.findall(r"\w+", template)), "tool_calls" in (self.template or {}).get("fields", {})
-        if not template or not messages:
-            reason = "expected some." if template else "this model has no chat template: ask /v1/completions."
-            raise Refused("messages", reason)
+        if not template:
+            raise Refused("messages", "this model has no chat template: ask /v1/completions.")
         if tools and not ("tools" in names and called):
             raise Refused("tools", "this model's chat template and tokenizer do not say how it calls tools.")
         if effort is not None:
@@ -83,41 +107,33 @@ class Served:
             variables |= {EFFORT: effort} if EFFORT in names else {THINKS: effort not in NO_EFFORT}
         if unknown := variables.keys() - (names - RESERVED):
             raise Refused(f"chat_template_kwargs.{min(unknown)}", "this model's chat template does not read it.")
-        call = {**variables, "add_generation_prompt": True, "tools": tools}
-        call |= {"tokenize": True, "return_dict": True, "return_tensors": "pt" if self.images else None}
-        turns = [self._turn(message, "developer" in names) for message in messages]
-        inputs = dict((self.images or self.tokenizer).apply_chat_template(turns, **call))
-        ids, _ = inputs.pop("input_ids"), inputs.pop("attention_mask", None)
-        if not self.images:
-            return Prompt(ids)
-        if not any(name.startswith("pixel") for name in inputs):
-            return Prompt(ids[0].tolist())
-        types = {name: self.base.dtype if value.is_floating_point() else None for name, value in inputs.items()}
-        moved = {name: value.to(self.base.device, types[name]) for name, value in inputs.items()}
-        return Prompt(ids[0].tolist(), moved)
+        turns = [self._turn(message, "developer" in names) for message in body["messages"]]
+        form = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+        inputs = reader.apply_chat_template(turns, tools=tools, **form, **variables)
+        ids, _ = inputs.pop("input_ids")[0].tolist(), inputs.pop("attention_mask", None)
+        images = any(name.startswith("pixel") for name in inputs)
+        return ids, dict(inputs.to(self.base.device, self.base.dtype)) if images else {}
 
-    def _turn(self, message: dict[str, Any], developers: bool) -> dict[str, Any]:
+    def _turn(self, message: Object, developers: bool) -> Object:
         """A message as chat templates read it: arguments as objects, images as images, text in one piece."""
         turn = copy.deepcopy(message)
         turn["role"] = "system" if turn["role"] == "developer" and not developers else turn["role"]
         for call in turn.get("tool_calls", ()):
-            if isinstance(call["function"]["arguments"], str):
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        content = turn.get("content") or []
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        content = turn.get("content") or ""
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*map(self._part, content)]
-        turn["content"] = parts if self.images else " ".join(part["text"] for part in parts)
+        turn["content"] = parts if self.processor else " ".join(part["text"] for part in parts)
         return turn
 
-    def _part(self, part: dict[str, Any]) -> dict[str, Any]:
-        kind, image = part["type"], part.get("image_url")
-        if kind in TEXTS:
+    def _part(self, part: Object) -> Object:
+        image = part.get("image_url")
+        if image is None:
             return {"type": "text", "text": part["text"]}
-        if kind not in IMAGES or not self.images:
-            raise Refused(f"content.{kind}", f"this model reads text{' and images' * bool(self.images)} alone.")
-        image = image if isinstance(image, dict) else {**part, "url": image}
-        if image.get("detail", "auto") != "auto" or not str(image["url"]).startswith("data:image/"):
-            raise Refused("image_url", "send the image itself, as a data: URL, without detail; nothing is fetched.")
-        return {"type": "image", "url": image["url"]}
+        url = image if isinstance(image, str) else image["url"]
+        if not self.processor or not url.startswith("data:image/"):
+            reason = "send the image itself, as a data: URL" if self.processor else "this model reads text alone"
+            raise Refused("content.image_url", f"{reason}; nothing is fetched.")
+        return {"type": "image", "url": url}
 
     def decode(self, ids: list[int], special: bool = False) -> str:
         """The text of an answer's tokens, with special ones or without."""
@@ -128,28 +144,49 @@ class Served:
         text, piece = self.decode([token], True), str(self.decoder.convert_ids_to_tokens(token))
         return f" {text}" if piece.startswith("▁") and not text.startswith(" ") else text
 
-    def parser(self, prompt: Prompt, tools: Any, calls: bool) -> Any:
+    def parser(self, prompt: list[int], body: Object) -> Any:
         """What takes thoughts and calls out of an answer, as the base writes them; None where that is unknown."""
         if self.template is None:
             return None
         from transformers.utils.chat_parsing import ResponseParser
 
-        fields = {name: rule for name, rule in self.template["fields"].items() if calls or name != "tool_calls"}
-        return ResponseParser({**self.template, "fields": fields}, prefix=self.decode(prompt.ids, True), tools=tools)
+        fields = {name: self.template["fields"][name] for name in self.template["fields"] if name != "tool_calls"}
+        rules = self.template if body.get("tool_choice") != "none" else {**self.template, "fields": fields}
+        return ResponseParser(rules, prefix=self.decode(prompt, True), tools=tools_of(body))
 
-    def matcher(self, schema: dict[str, Any]) -> Any:
+    def matcher(self, schema: Object, parser: Any) -> Any:
         """A matcher of JSON that fits a schema; `Refused` for what is no schema, or has what is not supported."""
-        if find_spec("llguidance") is None:
-            raise Refused("response_format", "llguidance is not installed: pip install 'hf-drafthead[structured]'.")
-        from llguidance import LLMatcher
-        from llguidance.hf import from_tokenizer
-
+        if parser is not None and parser.initial_events and parser.initial_events[-1]["type"] != "region_close":
+            raise Refused("response_format", "the chat template lets the model think first: turn that off.")
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ImportError:
+            raise Refused("response_format", "pip install 'hf-drafthead[structured]', which it needs.") from None
         size = max(self.vocabulary, len(self.decoder))
-        self._grammar = self._grammar or from_tokenizer(self.decoder, n_vocab=size, eos_token=self.ends)
-        matcher = LLMatcher(self._grammar, LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES))
+        self.grammar = self.grammar or from_tokenizer(self.decoder, n_vocab=size, eos_token=self.ends)
+        matcher = LLMatcher(self.grammar, LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACES))
         if problem := matcher.get_error():
             raise Refused("response_format", f"this schema cannot be used: {' '.join(problem.split())}")
         return matcher
+
+
+def texts_of(folder: Path) -> list[str]:
+    """The text files of a folder, its own folders included."""
+    texts = list[str]()
+    for path in sorted(
+        path for path in folder.rglob("*") if path.is_file() and "/." not in f"/{path.relative_to(folder)}"
+    ):
+        with suppress(ValueError):  # no text
+            texts.append(read_text(path))
+    if not any(texts):
+        raise ValueError(f"--lookup-texts: {str(folder)!r} has no text (UTF-8): name a folder of text files.")
+    return texts
+
+
+def tools_of(body: Object) -> Any:
+    """The tools that a chat may call; None for none."""
+    return None if body.get("tool_choice") == "none" else body.get("tools") or None
 
 
 def response_template(tokenizer: Any, base: Any) -> Any:
@@ -159,3 +196,70 @@ def response_template(tokenizer: Any, base: Any) -> Any:
     except ImportError:  # it may move
         return getattr(tokenizer, "response_template", None)
     return get_response_template(tokenizer, base)
+
+
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+class TokenScores(LogitsProcessor):
+    """Takes penalties, notes log probabilities, `alternatives` beside the chosen one's, and keeps to a grammar."""
+
+    def __init__(self, prompt_length: int, penalties: Any, alternatives: int | None, matcher: Any):
+        self.prompt_length, (self.presence, self.frequency) = prompt_length, penalties
+        self.alternatives, self.matcher = alternatives, matcher
+        self.read: list[int] = []  # by the matcher
+        self.noted: dict[int, tuple[float, list[tuple[int, float]]]] = {}  # by place in the answer
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        answer = input_ids[:, self.prompt_length :]  # (B, T)
+        times = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+        scores = scores - self.frequency * times - self.presence * (times > 0)
+        if self.alternatives is not None:
+            self.newest = scores[0].float().log_softmax(-1)
+        if self.matcher is not None:
+            allowed = torch.stack([self._allowed(row, scores.shape[1]) for row in answer.tolist()])
+            scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        return scores
+
+    def note(self, input_ids: Tensor) -> None:
+        """Keep the log probability of the token that was chosen just now, and the best ones in its place."""
+        if self.alternatives is not None:
+            values, tokens = self.newest.topk(self.alternatives)
+            chosen = max(float(self.newest[input_ids[0, -1]]), LEAST)
+            best = [*zip(tokens.tolist(), values.clamp(min=LEAST).tolist())]
+            self.noted[input_ids.shape[1] - self.prompt_length - 1] = chosen, best
+
+    def certain_path(self, prefix: Tensor, most: int) -> list[int]:
+        """The tokens that the grammar leaves no choice of behind a prefix (P,), see `generation.grammar`."""
+        if self.matcher is None:
+            return []
+        self._read(prefix[self.prompt_length :].tolist())
+        path: list[int] = self.matcher.compute_ff_tokens()
+        return path[:most]
+
+    def _read(self, answer: list[int]) -> None:
+        """Let the matcher stand behind an answer."""
+        same = len(os.path.commonprefix([answer, self.read]))
+        self.matcher.rollback(len(self.read) - same)
+        self.matcher.try_consume_tokens(answer[same:])
+        self.read = answer
+
+    def _allowed(self, answer: list[int], vocabulary: int) -> Tensor:
+        """Which tokens (V,) the grammar allows behind an answer."""
+        self._read(answer)
+        mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8) > 0
+        return torch.nn.functional.pad(mask, (0, vocabulary - len(mask)))
+
+
+class StopText(StoppingCriteria):
+    """Ends an answer, of which the prompt is no part, behind the token that completes a stop string."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stops: list[str], scores: TokenScores):
+        self.decode, self.stops, self.scores = decode, stops, scores
+        self.window = max((len(stop.encode()) for stop in stops), default=0) + MARGIN
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.scores.note(input_ids)
+        texts = [self.decode(row[self.scores.prompt_length :][-self.window :]) for row in input_ids.tolist()]
+        return torch.tensor([any(stop in text for stop in self.stops) for text in texts], device=input_ids.device)

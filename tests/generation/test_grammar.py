@@ -15,7 +15,7 @@ import hf_drafthead
 from hf_drafthead import zoo
 from hf_drafthead.bases.releases import BaseStreamer
 from hf_drafthead.generation.grammar import AskedOnce
-from hf_drafthead.serving.processors import TokenScores
+from hf_drafthead.serving.served import TokenScores
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation import test_recorded

@@ -16,7 +16,7 @@ import pytest
 from hf_drafthead.serving import NEEDED, options_of
 
 
-def served() -> None:
+def needed() -> None:
     """Skip a test where the packages for serving are missing."""
     for name in NEEDED:
         pytest.importorskip(name, reason=f"{name} is not installed: pip install 'hf-drafthead[serving]'")
@@ -24,19 +24,19 @@ def served() -> None:
 
 @contextmanager
 def in_process(folder: Path, **settings: Any) -> Iterator[Any]:
-    """A client of the application, which asks it without a network; `room` is its attribute."""
-    served()
+    """A client of the application, which asks it without a network; what is `served` is its attribute."""
+    needed()
     from starlette.testclient import TestClient
 
-    from hf_drafthead.serving.app import Room, build
+    from hf_drafthead.serving.app import build
     from hf_drafthead.serving.served import Served
 
-    room = Room(Served(options_of(str(folder), device="cpu", dtype="float32", **settings)))
-    with TestClient(build(room), raise_server_exceptions=False) as client:
-        client.room = room
+    served = Served(options_of(str(folder), device="cpu", dtype="float32", **settings))
+    with TestClient(build(served), raise_server_exceptions=False) as client:
+        client.served = served
         yield client
-        room.stop()
-    room.manager.join()
+        served.stop()
+    served.manager.join()
 
 
 @contextmanager

@@ -10,15 +10,15 @@ from openai.types.chat.completion_create_params import CompletionCreateParamsBas
 from openai.types.completion_create_params import CompletionCreateParamsBase as OfCompletions
 from openai.types.responses.response_create_params import ResponseCreateParamsBase as OfResponses
 
-from hf_drafthead.serving import fields
+from hf_drafthead.serving import requests
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 MARKS = "<!-- table -->\n", "<!-- end of table -->"
 MESSAGES = [{"role": "user", "content": "def main("}]
 CALLS = {
-    "completions": ({"prompt": "def main(", "max_tokens": 2}, OfCompletions, fields.COMPLETIONS),
-    "chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, OfChats, fields.CHAT),
-    "responses": ({"input": "def main(", "max_output_tokens": 2}, OfResponses, fields.RESPONSES),
+    "completions": ({"prompt": "def main(", "max_tokens": 2}, OfCompletions, requests.COMPLETIONS),
+    "chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, OfChats, requests.CHAT),
+    "responses": ({"input": "def main(", "max_output_tokens": 2}, OfResponses, requests.RESPONSES),
 }
 OURS = {"stream", "seed", "generation_config"}
 OF_OPENAI = {call: set(params.__annotations__) | {"stream"} for call, (_, params, _) in CALLS.items()}

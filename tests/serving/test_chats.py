@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,7 +15,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from hf_drafthead import MedusaForCausalLM
-from hf_drafthead.serving import served
 from tests.serving.conftest import post
 from tests.serving.running import in_process
 
@@ -120,15 +120,16 @@ def test_tool_choice_none_calls_nothing(caller):
     ids=["two calls", "the first alone", "a call that is no JSON", "a call that is cut", "thoughts that are cut"],
 )  # fmt: skip
 def test_whatever_a_model_says_is_the_same_streamed_and_whole(said, parallel, expected, size, caller):
-    from hf_drafthead.serving.formats import Chat
+    from hf_drafthead.serving.answers import Chat
 
     tokens = [NAMES.index(word) for word in said if word != "<|im_end|>"]
-    (choice,) = Chat(caller.room.served, ASKED | {"parallel_tool_calls": parallel}).choices
+    (choice,) = Chat(caller.served, ASKED | {"parallel_tool_calls": parallel}).choices
     content, thoughts, calls = "", "", []
     for end in range(size, len(tokens) + size, size):
         result = SimpleNamespace(generated_tokens=tokens[:end], is_finished=lambda end=end: end >= len(tokens))
-        delta = choice.take(result)
-        content, thoughts, calls = content + delta.content, thoughts + delta.reasoning, calls + delta.calls
+        choice.take(result)
+        content, thoughts = content + choice.added("message"), thoughts + choice.added("reasoning")
+        calls += [call for kind, call in choice.grown if kind == "function_call"]
     assert (content, thoughts, len(calls)) == expected
 
 
@@ -160,18 +161,18 @@ def test_what_the_chat_template_does_not_read_is_refused(field, more, writer):
 
 def test_variables_of_all_chats_are_given_by_the_operator(caller, monkeypatch):
     plain = post(caller, "chat/completions", **ASKED)["usage"]["prompt_tokens"]
-    monkeypatch.setattr(caller.room.served.options, "chat_template_kwargs", {"enable_thinking": True})
+    monkeypatch.setattr(caller.served.options, "chat_template_kwargs", {"enable_thinking": True})
     assert post(caller, "chat/completions", **ASKED)["usage"]["prompt_tokens"] == plain + 1
     off = {"chat_template_kwargs": {"enable_thinking": False}}
     assert post(caller, "chat/completions", **ASKED, **off)["usage"]["prompt_tokens"] == plain
 
 
 def test_a_model_without_a_chat_template_is_asked_for_completions(letters):
-    template, letters.room.served.tokenizer.chat_template = letters.room.served.tokenizer.chat_template, None
+    template, letters.served.tokenizer.chat_template = letters.served.tokenizer.chat_template, None
     try:
         assert "ask /v1/completions" in post(letters, "chat/completions", 400, **ASKED)["error"]["message"]
     finally:
-        letters.room.served.tokenizer.chat_template = template
+        letters.served.tokenizer.chat_template = template
 
 
 PERSON = {
@@ -202,7 +203,7 @@ def test_a_schema_is_kept(seed, writer):
 def test_a_schema_that_cannot_be_used_or_read_is_refused(writer, monkeypatch):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     assert "cannot be used" in post(writer, "chat/completions", 400, **ASKED, response_format=form)["error"]["message"]
-    monkeypatch.setattr(served, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     error = post(writer, "chat/completions", 400, **ASKED, response_format={"type": "json_object"})["error"]
     assert error["param"] == "response_format" and "pip install 'hf-drafthead[structured]'" in error["message"]
 
@@ -254,11 +255,13 @@ def test_images_are_read_as_the_base_does(seeing):
         asked = ASKED | {"messages": [{"role": "user", "content": parts}], "max_tokens": 8}
         return post(seeing, "chat/completions", **asked)["choices"][0]["message"]["content"]
 
-    served, colours = seeing.room.served, ["red", "blue", "green", "red"]
+    served, colours = seeing.served, ["red", "blue", "green", "red"]
     with ThreadPoolExecutor(4) as pool:
         answers = [*pool.map(ask, colours)]
     for colour, answer in zip(colours, answers):
-        inputs = served.images(text="<image> hi w4 w5 ", images=Image.new("RGB", (20, 20), colour), return_tensors="pt")
+        inputs = served.processor(
+            text="<image> hi w4 w5 ", images=Image.new("RGB", (20, 20), colour), return_tensors="pt"
+        )
         new = served.base.generate(**inputs, max_new_tokens=8, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         assert answer == served.decode(new.tolist())
     assert len(set(answers)) == 3

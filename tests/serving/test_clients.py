@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving.running import running_server, served
+from tests.serving.running import needed, running_server
 
 MESSAGES = [{"role": "user", "content": "abc"}]
 ANSWER = "defghijklmno"
@@ -15,7 +15,7 @@ ANSWER = "defghijklmno"
 @pytest.fixture(scope="module")
 def server(folder) -> Iterator[dict[str, Any]]:
     """Where a server is, as clients are told it."""
-    served()
+    needed()
     with running_server(folder, folder.parent / "clients") as url:
         yield {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
 

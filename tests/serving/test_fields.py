@@ -39,7 +39,7 @@ def test_every_field_of_openai_is_known_or_refused_by_name(call, writer):
     "settings", [{"temperature": 1.5}, {"top_p": 0.9}, {"temperature": 0.7, "top_p": 0.5}], ids=str
 )
 def test_a_temperature_samples_as_the_base_does_with_this_seed(settings, writer, model):
-    tokenizer, told = writer.room.served.tokenizer, []
+    tokenizer, told = writer.served.tokenizer, []
     for seed in range(3):
         torch.manual_seed(seed)
         told.append(of_base(model, tokenizer, {"do_sample": True, **settings}))
@@ -49,7 +49,7 @@ def test_a_temperature_samples_as_the_base_does_with_this_seed(settings, writer,
 
 
 def test_without_a_word_the_base_decodes_as_it_says(writer, model):
-    greedy = of_base(model, writer.room.served.tokenizer, {"do_sample": False})
+    greedy = of_base(model, writer.served.tokenizer, {"do_sample": False})
     assert text(writer, temperature=None) == text(writer) == text(writer, seed=4) == greedy
     assert len({text(writer, temperature=None, seed=seed) for seed in range(4)}) > 1, "a seed is of sampling"
 
@@ -65,7 +65,7 @@ def test_n_answers_are_those_of_seeds_that_follow_each_other(seed, writer):
 
 
 def test_several_prompts_as_texts_or_token_ids(writer):
-    ids = writer.room.served.tokenizer(["def main(", "class A"])["input_ids"]
+    ids = writer.served.tokenizer(["def main(", "class A"])["input_ids"]
     texts = [text(writer, prompt=prompt) for prompt in ("def main(", "class A")]
     for prompts in (["def main(", "class A"], ids):
         answer = post(writer, "completions", **PROMPT | {"prompt": prompts, "n": 2})
@@ -75,7 +75,7 @@ def test_several_prompts_as_texts_or_token_ids(writer):
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_log_probabilities_are_those_of_the_base(stream, writer, model):
-    served, settings = writer.room.served, {"stream": stream, "temperature": 1.2, "seed": 5}
+    served, settings = writer.served, {"stream": stream, "temperature": 1.2, "seed": 5}
     answer = writer.post("/v1/completions", json=PROMPT | settings | {"logprobs": 3})
     chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     parts = [chunk["choices"][0] for chunk in (chunks if stream else [answer.json()])]
@@ -120,7 +120,7 @@ def test_penalties_keep_away_what_was_written(letters):
     assert said() == said(presence_penalty=0.01) == "11111111"
     for name in ("presence_penalty", "frequency_penalty"):
         assert said(**{name: -2}) == "11111111"
-    two = str(letters.room.served.tokenizer("2")["input_ids"][0])
+    two = str(letters.served.tokenizer("2")["input_ids"][0])
     enough = next(bias for bias in range(100) if said(logit_bias={two: bias}) == "22222222")
     almost = {two: enough - 1}
     assert said(logit_bias=almost) == "11111111"
@@ -128,7 +128,7 @@ def test_penalties_keep_away_what_was_written(letters):
 
 
 def test_a_banned_token_does_not_come(writer):
-    first = writer.room.served.tokenizer(text(writer), add_special_tokens=False)["input_ids"][0]
+    first = writer.served.tokenizer(text(writer), add_special_tokens=False)["input_ids"][0]
     for bias in (-100, -100.0):
         assert text(writer, logit_bias={str(first): bias}) != text(writer)
         chat = post(writer, "chat/completions", **CHAT, logit_bias={str(first): bias})
@@ -151,14 +151,14 @@ def test_a_stop_string_is_not_in_the_text(stop, expected, stream, letters):
 
 def test_a_stop_string_is_of_the_answer_and_may_be_a_special_token(letters):
     assert text(letters, prompt="abc", stop=["cd"], max_tokens=4) == "defg", "the prompt is no part of it"
-    end = letters.room.served.tokenizer("</s>", add_special_tokens=False)["input_ids"]
+    end = letters.served.tokenizer("</s>", add_special_tokens=False)["input_ids"]
     bias = {str(end[0]): 100}
     assert text(letters, prompt="abc", stop=["</s>"], logit_bias=bias) == ""
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_an_answer_that_is_cut_within_a_character_is_the_same_streamed_and_whole(stream, letters):
-    first, second = letters.room.served.tokenizer("é", add_special_tokens=False)["input_ids"]
+    first, second = letters.served.tokenizer("é", add_special_tokens=False)["input_ids"]
     asked = {"prompt": "1", "stream": stream, "logit_bias": {str(first): 100}}
     for length in (1, 3):
         answer = letters.post("/v1/completions", json=asked | {"max_tokens": length})
@@ -171,7 +171,7 @@ def test_an_answer_that_is_cut_within_a_character_is_the_same_streamed_and_whole
 def test_pieces_of_text_hold_whole_characters(size, letters):
     from hf_drafthead.serving.answers import TextSoFar
 
-    served, said = letters.room.served, "aé😀 " * 40
+    served, said = letters.served, "aé😀 " * 40
     ids = served.tokenizer(said, add_special_tokens=False)["input_ids"]
     text = TextSoFar(served.decode)
     pieces = [text.add(ids[at : at + size], at + size >= len(ids)) for at in range(0, len(ids), size)]
@@ -240,7 +240,7 @@ def test_a_body_that_is_no_request_is_refused(body, writer):
 
 def test_settings_as_a_generation_config_hold_with_their_seed(letters):
     """Beams that sample draw from the process; no other client's seed may move it."""
-    served, settings = letters.room.served, {"max_new_tokens": 30, "do_sample": True, "temperature": 8.0}
+    served, settings = letters.served, {"max_new_tokens": 30, "do_sample": True, "temperature": 8.0}
     tokens = served.tokenizer("abc", return_tensors="pt").input_ids
     for seed, more in enumerate([{"num_beams": 3}, {}]):
         torch.manual_seed(seed)
@@ -251,9 +251,9 @@ def test_settings_as_a_generation_config_hold_with_their_seed(letters):
 
 
 def test_usage_says_what_was_drafted(writer):
-    before = writer.room.manager.metrics()
+    before = writer.served.manager.metrics()
     usage = post(writer, "completions", **PROMPT | {"max_tokens": 100, "n": 2})["usage"]
-    after = writer.room.manager.metrics()
+    after = writer.served.manager.metrics()
     assert usage["completion_tokens"] == 200 and usage["drafted_tokens"] >= usage["accepted_tokens"]
     for name in ("drafted", "accepted"):
         assert usage[f"{name}_tokens"] == after[name] - before[name]

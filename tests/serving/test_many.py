@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import byte_tokenizer
-from tests.serving.running import in_process, running_server, served
+from tests.serving.running import in_process, needed, running_server
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -27,7 +27,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 @pytest.fixture(scope="module")
 def url(folder) -> Iterator[str]:
     """The address of a running server of the base that writes the alphabet."""
-    served()
+    needed()
     texts = folder.parent / "texts"
     texts.mkdir(exist_ok=True)
     (texts / "alphabet.txt").write_text(LETTERS * 3)
@@ -121,7 +121,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_is_no_failure(stream, url):
 def test_a_request_that_fails_alone_says_so_whole_and_streamed(folder, monkeypatch):
     """In a stream that has begun by its last event; others go on."""
     with in_process(folder, slots=2, context=1000) as client:
-        room, add = client.room, client.room.manager.add_request
+        manager, add = client.served.manager, client.served.manager.add_request
 
         def broken(*args: Any, **settings: Any) -> str:
             def fail(input_ids, scores):
@@ -131,7 +131,7 @@ def test_a_request_that_fails_alone_says_so_whole_and_streamed(folder, monkeypat
 
             return add(*args, **{**settings, "logits_processor": [fail]})
 
-        monkeypatch.setattr(room.manager, "add_request", broken)
+        monkeypatch.setattr(manager, "add_request", broken)
         body = {"prompt": "abc", "max_tokens": 12}
         whole, streamed = (
             client.post("/v1/completions", json=body),

@@ -17,7 +17,7 @@ from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
 from tests.hub_upload.clients import environment
 from tests.serving.conftest import post
-from tests.serving.running import in_process, running_server, served
+from tests.serving.running import in_process, needed, running_server
 
 SAID = {"prompt": "abc", "max_tokens": 12}
 ANSWER = "defghijklmno"
@@ -27,7 +27,7 @@ ASKED = {"messages": [{"role": "user", "content": "ab"}, {"role": "user", "conte
 @pytest.fixture(scope="module")
 def server(folder) -> Iterator[tuple[str, str]]:
     """Address and model of a running `hf-drafthead serve`."""
-    served()
+    needed()
     with running_server(folder, folder.parent / "log") as url:
         yield url, str(folder)
 
@@ -80,7 +80,7 @@ def test_a_base_without_heads_is_served_and_copies_its_guesses(folder, tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     with in_process(tmp_path) as client:
         assert post(client, "completions", **SAID)["choices"][0]["text"] == ANSWER
-        assert client.room.served.model.drafter.copies
+        assert client.served.model.drafter.copies
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_answers_are_one_text_whatever_the_generation_config_says(folder, tmp_pa
 def test_answers_of_others_are_copied_where_the_operator_says_so(answers, folder):
     """The second answer then takes fewer steps, and has the same text; by default it takes as many."""
     with in_process(folder, context=1000, **({"lookup_answers": True} if answers else {})) as client:
-        steps, model = [], client.room.served.model
+        steps, model = [], client.served.model
         model.base.model.layers[0].register_forward_hook(lambda *given: steps.append(1))
         counts = []
         for _ in range(3):
@@ -116,7 +116,7 @@ def test_heads_learn_from_requests_that_say_so(learns, folder):
     with in_process(folder, context=1000, learn=learns) as client:
         post(client, "chat/completions", **chat)
         refused = client.post("/v1/chat/completions", json=chat | {"store": True})
-        learner = client.room.manager.scheduler.learner
+        learner = client.served.manager.scheduler.learner
         assert refused.status_code == (200 if learns else 400)
         assert learner.texts.seen == 1 if learns else "`serve --learn`" in refused.text and learner is None
         assert ("hf_drafthead_learning_rounds_total 0" in client.get("/metrics").text) == learns

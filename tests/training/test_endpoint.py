@@ -16,7 +16,7 @@ from hf_drafthead.training import endpoint
 from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
-from tests.serving.running import running_server, served
+from tests.serving.running import needed, running_server
 from tests.training.chat_templates import CHATML, tokenizer_with
 
 CHATS = [{"messages": [{"role": "user", "content": words}]} for words in "abcdefghij"]
@@ -297,7 +297,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, command, words, line):
 
 @pytest.mark.slow
 def test_a_served_model_answers_as_it_does_in_this_process(tmp_path, command):
-    served()
+    needed()
     base = save_base(tmp_path)
     heads = save_heads(tmp_path, base, "medusa")
     tokenizer = byte_tokenizer()
