@@ -7,8 +7,7 @@ import json
 import re
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -25,23 +24,8 @@ OF_REQUESTS = {"input", "model", "stream", "stream_options"}  # fields that a re
 PIECES = re.compile("[^<>]+|.", re.DOTALL)  # so that what stands before the marker behind a faulty call is not lost
 DRAFTS = ("drafted", "accepted")
 KINDS = {"content": "message", "reasoning_content": "reasoning", "thinking": "reasoning"}  # of items, by parsed fields
+OF_TEXTS: Object = {"message": ("output_text", {"role": "assistant"}), "reasoning": ("reasoning_text", {"summary": []})}
 CUT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for a part of a character
-
-
-class TextSoFar:
-    """Decodes tokens one by one: the pieces together are the text of all."""
-
-    def __init__(self, decode: Callable[[list[int]], str]):
-        self.decode, self.tokens, self.shown = decode, list[int](), 0
-
-    def add(self, *tokens: int) -> str:
-        """What is sure of the text now: a part of a character waits for the others, or for a call without a token."""
-        self.tokens += tokens
-        before, text = self.decode(self.tokens[: self.shown]), self.decode(self.tokens)
-        if len(text) <= len(before) or text.endswith(CUT) and tokens:
-            return ""
-        self.tokens, self.shown = self.tokens[self.shown :], len(self.tokens) - self.shown  # before the next ones
-        return text[len(before) :]
 
 
 class Choice:
@@ -58,9 +42,9 @@ class Choice:
         self.stops = [stop for stop in stops if stop not in special]
         self.ends = [*self.served.ends, *(special[stop] for stop in stops if stop in special)]
         self.parser = self.served.parser(self.prompt, body) if call.chat else None
-        decode = functools.partial(self.served.decode, special=self.parser is not None)
-        self.text, self.said, self.sent, self.raw, self.scored = TextSoFar(decode), "", 0, "", list[Any]()
-        self.count, self.called, self.finish, self.cut, self.result = 0, 0, "", False, None
+        self.decode = functools.partial(self.served.decode, special=self.parser is not None)
+        self.window, self.shown, self.said, self.sent, self.raw = list[int](), 0, "", 0, ""
+        self.scored, self.count, self.called, self.finish, self.cut = list[Any](), 0, 0, "", False
         penalties = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
         matcher = None if call.schema is None else self.served.matcher(call.schema, self.parser)
         self.scores = TokenScores(len(self.prompt), penalties, call.alternatives, matcher)
@@ -69,12 +53,20 @@ class Choice:
         if any(penalties) or matcher is not None or call.alternatives is not None:
             self.settings["logits_processor"] = [self.scores]
         if self.stops or call.alternatives is not None:
-            self.settings["stopping_criteria"] = [StopText(decode, self.stops, self.scores)]
+            self.settings["stopping_criteria"] = [StopText(self.decode, self.stops, self.scores)]
 
     def _config(self, body: Object) -> Any:
         """How the answer is decoded: as the base says, but for what the client asks for."""
         config, size = copy.deepcopy(self.served.model.generation_config), self.served.vocabulary
-        config.update(**FIXED, eos_token_id=self.ends or None, max_new_tokens=self._length(config.max_new_tokens))
+        context, length = self.served.context, len(self.prompt)
+        asked = {name: body[name] for name in LENGTHS if name in body}
+        most = min(asked.values(), default=None)
+        if context and (total := length + (most or 1)) > context:
+            reason = f"This model's maximum context length is {context} tokens, and {total} are asked for, {length} of"
+            raise Refused(next(iter(asked), "prompt"), f"{reason} them the prompt.", "context_length_exceeded")
+        left = context - length if context else 1024
+        most = most or min(config.max_new_tokens or self.call.default or left, left)
+        config.update(**FIXED, eos_token_id=self.ends or None, max_new_tokens=most)
         if not body.keys().isdisjoint((*SAMPLING, "seed")) or body.get("n", 1) > 1:
             config.do_sample = body.get("temperature", 1) > 0
         named = ("repetition_penalty", *(SAMPLING if config.do_sample else ()))
@@ -88,17 +80,6 @@ class Choice:
             raise Refused("logprobs", "an answer by beams has none.")
         return config
 
-    def _length(self, of_config: int | None) -> int:
-        """The most tokens that the answer may have, which have to fit behind the prompt."""
-        context, length = self.served.context, len(self.prompt)
-        asked = {name: self.call.body[name] for name in LENGTHS if name in self.call.body}
-        most = min(asked.values(), default=None)
-        if context is not None and (total := length + (most or 1)) > context:
-            reason = f"This model's maximum context length is {context} tokens, and {total} are asked for, {length} of"
-            raise Refused(next(iter(asked), "prompt"), f"{reason} them the prompt.", "context_length_exceeded")
-        left = 1024 if context is None else context - length
-        return most or min(of_config or self.call.default or left, left)
-
     def take(self, result: Any) -> None:
         """Grow by a result of the manager; with the last one there is a reason for the end."""
         new, last, name = result.generated_tokens[self.count :], result.is_finished(), self.served.name_of
@@ -108,16 +89,23 @@ class Choice:
                 logprob, best = self.scores.noted.pop(place)
                 others = [(name(other), value) for other, value in best]
                 self.scored.append((name(token), logprob, others, len(self.said)))
-            self.said += self.text.add(token)
-        self.said += self.text.add() if last and not self.cut else ""
+            self._decode(token)
+        if last and not self.cut:
+            self._decode()
         self.first, self.count, self.grown = not self.count, self.count + len(new), list[tuple[str, Any]]()
         for piece in [*PIECES.findall(self._released(last)), *[""] * last]:
             self._parse(piece)
         if last:
-            self.result, self.finish = (
-                result,
-                "tool_calls" if self.called else "stop" if ended or self.cut else "length",
-            )
+            self.result = result
+            self.finish = "tool_calls" if self.called else "stop" if ended or self.cut else "length"
+
+    def _decode(self, *tokens: int) -> None:
+        """Add the text of a token; a part of a character waits for the others, or for a call without a token."""
+        self.window += tokens
+        before, text = self.decode(self.window[: self.shown]), self.decode(self.window)
+        if len(text) > len(before) and not (text.endswith(CUT) and tokens):
+            self.window, self.shown = self.window[self.shown :], len(self.window) - self.shown  # before the next ones
+            self.said += text[len(before) :]
 
     def _released(self, last: bool) -> str:
         """The text in which no stop string can begin any more, up to the first of them; and its tokens."""
@@ -219,21 +207,21 @@ class Completions:
         results = [choice.result for choice in self.choices]
         return counts | {f"{name}_tokens": sum(getattr(each, name) for each in results) for name in DRAFTS}
 
-    def whole(self) -> Object:
-        return self.wrapped(self.choices, whole=True) | {"usage": self.usage()}
-
     def grown(self, choice: Choice) -> Iterator[str]:
         """The events of what a choice has grown by."""
         if choice.finish or any(said for _, said in choice.grown):
             yield event(self.wrapped([choice]))
 
-    def end(self) -> Iterator[str]:
-        if self.body.get("stream_options", {}).get("include_usage"):
-            yield event(self.wrapped([]) | {"usage": self.usage()})
-        yield "data: [DONE]\n\n"
-
-    def failed(self, error: Object) -> Iterator[str]:
-        yield event({"error": error})
+    def end(self, error: Object | None = None) -> Iterator[str]:
+        """The last events, or the whole answer."""
+        if error is not None:
+            yield event({"error": error})
+        elif not self.body.get("stream"):
+            yield json.dumps(self.wrapped(self.choices, whole=True) | {"usage": self.usage()})
+        else:
+            if self.body.get("stream_options", {}).get("include_usage"):
+                yield event(self.wrapped([]) | {"usage": self.usage()})
+            yield "data: [DONE]\n\n"
 
 
 class Chat(Completions):
@@ -247,6 +235,7 @@ class Chat(Completions):
         self.alternatives = self.body.get("top_logprobs", 0 if self.body.get("logprobs") else None)
         if form.get("type", "text") != "text":
             self.schema = {"type": "object"} if form["type"] == "json_object" else form["json_schema"]["schema"]
+        self.body = self.body | {"tools": self.body.get("tools") if self.body.get("tool_choice") != "none" else None}
         return [self.served.chat(self.body)]
 
     def part(self, choice: Choice, whole: bool) -> Object:
@@ -269,9 +258,10 @@ class Responses(Chat):
         self.items, self.numbers, self.body = list[Object](), itertools.count(), as_chat(self.asked)
         return super().read()
 
-    def response(self, status: str = "completed", error: Object | None = None) -> Object:
+    def response(self, status: str, error: Object | None = None) -> Object:
         """All that is said of the answer."""
         cut = self.choices[0].finish == "length" and error is None
+        error = error and {"code": "server_error", "message": error["message"]}
         about = {"id": f"resp_{self.key}", "object": "response", "created_at": self.created, "error": error}
         about |= {"status": "incomplete" if cut else status, "usage": self.usage() if self.choices[0].finish else None}
         about |= {"model": self.served.name, "output": self.items, "store": False}
@@ -286,10 +276,6 @@ class Responses(Chat):
         counts |= {"input_tokens": counts.pop("prompt_tokens"), "output_tokens": counts.pop("completion_tokens")}
         cached = {"cached_tokens": 0, "cache_write_tokens": 0}
         return counts | {"input_tokens_details": cached, "output_tokens_details": details}
-
-    def whole(self) -> Object:
-        deque(self.grown(self.choices[0]), maxlen=0)
-        return self.response()
 
     def grown(self, choice: Choice) -> Iterator[str]:
         if choice.first:
@@ -306,9 +292,7 @@ class Responses(Chat):
 
     def written(self, kind: str, text: str) -> Iterator[str]:
         """The events of a text or of thoughts, which may begin a new item."""
-        name, about = (
-            ("output_text", {"role": "assistant"}) if kind == "message" else ("reasoning_text", {"summary": []})
-        )
+        name, about = OF_TEXTS[kind]
         if not self.items or self.items[-1]["type"] != kind:
             yield from self.opened(about | {"type": kind, "content": []})
             self.items[-1]["content"].append({"type": name, "text": "", "annotations": [], "logprobs": []})
@@ -340,11 +324,8 @@ class Responses(Chat):
         kind = f"response.{kind}"
         return event({"type": kind, "sequence_number": next(self.numbers), **more}, event=kind)
 
-    def end(self) -> Iterator[str]:
-        response = self.response()
-        yield self.sends(response["status"], response=response)
-
-    def failed(self, error: Object) -> Iterator[str]:
-        yield from self.closed("incomplete")
-        about = {"code": "server_error", "message": error["message"]}
-        yield self.sends("failed", response=self.response("failed", about))
+    def end(self, error: Object | None = None) -> Iterator[str]:
+        if error is not None:
+            yield from self.closed("incomplete")
+        response = self.response("completed" if error is None else "failed", error)
+        yield self.sends(response["status"], response=response) if self.body.get("stream") else json.dumps(response)

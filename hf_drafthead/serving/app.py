@@ -1,7 +1,6 @@
 """The server: requests come in, are decoded by the manager, and are answered whole or as a stream."""
 
 import asyncio
-import json
 import logging
 import math
 import re
@@ -21,11 +20,10 @@ from hf_drafthead.serving.served import Served
 CALLS = {"/v1/completions": Completions, "/v1/chat/completions": Chat, "/v1/responses": Responses}
 # How errors begin that are faults of clients, and those of what may be asked again later.
 FAULTS = re.compile(r"(Value|Type|Key|Index|Attribute|Overflow)Error: ")
-LATER = re.compile(r"Full: |(RuntimeError: )?the (server|manager) was stopped")
+LATER = re.compile(r"Full: |(RuntimeError: )?the manager was stopped")
 # How the names of metrics begin that are no counters.
 GAUGES = ("waiting", "running", "tokens_per", "seconds", "learning_first", "learning_tokens")
 LAST_SECONDS = 5  # for connections to be closed, once nothing is decoded for them any more
-LOG = logging.getLogger("uvicorn.error")
 
 
 class Answer(StreamingResponse):
@@ -42,52 +40,49 @@ class Answer(StreamingResponse):
         await super().stream_response(send_with_first_piece)
 
 
-def failure(problem: str | Exception) -> AnyHTTPException:
-    """What clients are told of what went wrong, or of an error that the manager tells."""
+def failure(problem: Any, status: int = 500) -> HTTPException:
+    """What clients are told, as OpenAI's API has it, of an exception, or of an error that the manager tells."""
     if isinstance(problem, AnyHTTPException):
-        return problem
-    text = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
-    status = 503 if LATER.match(text) else 400 if FAULTS.match(text) else 500
+        about: Any = problem.detail
+        status = problem.status_code
+    else:
+        about = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
+        status = 503 if LATER.match(about) else 400 if FAULTS.match(about) else status
     if status == 500:
-        LOG.error("a request has failed: %s", text, exc_info=isinstance(problem, Exception))
-    return HTTPException(status, text, {"Retry-After": "1"} if status == 503 else None)
-
-
-def described(problem: AnyHTTPException) -> dict[str, Any]:
-    """An error as OpenAI's API has it."""
-    about: Any = problem.detail if isinstance(problem.detail, dict) else {"message": " ".join(problem.detail.split())}
-    kind = "server_error" if problem.status_code >= 500 else "invalid_request_error"
-    return {"type": kind, "param": None, "code": None, **about}
+        logging.getLogger("uvicorn.error").error("a request has failed: %s", about)
+    about = about if isinstance(about, dict) else {"message": " ".join(about.split()), "param": None, "code": None}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    return HTTPException(status, {"type": kind, **about}, {"Retry-After": "1"} if status == 503 else None)
 
 
 async def answer(served: Served, call: Completions) -> AsyncIterator[str]:
     """All of an answer at once, or the events of a stream, of which an error is the last."""
     results: asyncio.Queue[Any] = asyncio.Queue()
-    running, stream, begun = set(), call.body.get("stream", False), False
+    running, stream, begun = dict[str, Any](), call.body.get("stream", False), False
     served.open.add(results)
     try:
         for choice in call.choices:
-            told = {"streaming": stream, "learn": bool(call.body.get("store"))}
+            told = {"streaming": stream, "learn": call.body.get("store", False)}
             served.manager.add_request(choice.prompt, choice.id, **told, **choice.settings)
-            running.add(choice.id)
-            served.manager.register_result_handler(choice.id, lambda *got, to=choice: results.put_nowait((to, *got)))
+            running[choice.id] = choice
+            served.manager.register_result_handler(choice.id, results.put_nowait)
         while running:
-            if (taken := await results.get()) is None:
-                raise HTTPException(503, "the server was stopped: this answer is not complete.")
-            choice, result = taken
+            result = await results.get()
             if result.error is not None:
                 raise failure(result.error)
+            choice = running.pop(result.request_id) if result.is_finished() else running[result.request_id]
             choice.take(result)
-            running -= {choice.id} if result.is_finished() else set()
-            for event in call.grown(choice) if stream else ():
-                begun = True
-                yield event
-        for event in call.end() if stream else [json.dumps(call.whole())]:
+            for event in call.grown(choice):
+                if stream:
+                    begun = True
+                    yield event
+        for event in call.end():
             yield event
     except Exception as problem:
         if not begun:
             raise failure(problem) from problem
-        for event in call.failed(described(failure(problem))):
+        error: Any = failure(problem).detail
+        for event in call.end(error):
             yield event
     finally:
         served.open.discard(results)
@@ -103,21 +98,19 @@ def build(served: Served) -> FastAPI:
 
     @app.exception_handler(AnyHTTPException)
     async def refuse(request: Request, problem: AnyHTTPException) -> Response:
-        return JSONResponse({"error": described(problem)}, problem.status_code, problem.headers)
+        told = failure(problem)
+        return JSONResponse({"error": told.detail}, told.status_code, told.headers)
 
     async def called(request: Request) -> Response:
         try:
-            kind, body = CALLS[request.url.path], await request.json()
-            call = await asyncio.get_running_loop().run_in_executor(served.reader, kind, served, body)
-        except AnyHTTPException:
-            raise
+            body, read = await request.json(), CALLS[request.url.path]
+            call = await asyncio.get_running_loop().run_in_executor(served.reader, read, served, body)
         except KeyError as missing:
             raise Refused(str(missing.args[0]), "Field required.") from missing
         except Exception as problem:  # whatever a tokenizer or a template says of it
-            raise HTTPException(400, f"{type(problem).__name__}: {problem}") from problem
-        return Answer(
-            answer(served, call), media_type="text/event-stream" if call.body.get("stream") else "application/json"
-        )
+            raise failure(problem, 400) from problem
+        kind = "text/event-stream" if call.body.get("stream") else "application/json"
+        return Answer(answer(served, call), media_type=kind)
 
     for path in CALLS:
         app.add_api_route(path, called, methods=["POST"], response_model=None)

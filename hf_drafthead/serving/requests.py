@@ -28,9 +28,10 @@ def some(kind: Any) -> Any:
 
 
 COUNT, NO, MUST, TOKENS = number(1, (1 << 31) - 1), Literal[False], Required[str], some(many[number(0, (1 << 31) - 1)])
+LEFT = {"annotations": list, "logprobs": list, "detail": Literal["auto"]}  # of parts, without effect
 OF_PARTS: Any = Literal["text", "input_text", "output_text", "reasoning_text", "image_url", "input_image"]
-IMAGE = {"detail": Literal["auto"], "image_url": str | fields(url=MUST, detail=Literal["auto"])}
-PART = fields(type=Required[OF_PARTS], text=str, annotations=list, logprobs=list, **IMAGE)
+IMAGE, DETAIL = Annotated[str, Field(pattern="^data:image/")], Literal["auto"]  # nothing is fetched
+PART = fields(type=Required[OF_PARTS], text=str, image_url=IMAGE | fields(url=Required[IMAGE], detail=DETAIL), **LEFT)
 FUNCTION = {"name": MUST, "description": str, "parameters": dict, "strict": NO}
 SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
 FORMAT = {"type": Literal["text", "json_object", "json_schema"]}
@@ -48,7 +49,7 @@ COMMON |= {"stream_options": fields(include_usage=bool, include_obfuscation=NO)}
 SCORES: Object = {"logit_bias": by_name[str, number(-100.0, 100)], "n": number(1, 128)}
 SCORES |= {"stop": some(str) | many[some(str)], "max_tokens": COUNT}
 OF_CHATS: Object = {"tool_choice": Literal["auto", "none"], "parallel_tool_calls": bool}
-OF_CHATS |= {"chat_template_kwargs": dict, "metadata": dict, "service_tier": Literal["auto", "default"], "store": bool}
+OF_CHATS |= {"chat_template_kwargs": dict, "service_tier": Literal["auto", "default"], "store": bool}
 COMPLETIONS = {**COMMON, **SCORES, "logprobs": number(0, 20)}
 COMPLETIONS |= {"prompt": Required[some(str) | TOKENS | some(many[some(str) | TOKENS])]}
 CHAT = {**COMMON, **SCORES, **OF_CHATS, "messages": Required[some(many[fields(**MESSAGE)])]}
@@ -59,7 +60,7 @@ CHAT |= {"response_format": fields(**FORMAT, json_schema=fields(**SCHEMA)), "mod
 RESPONSES = {**COMMON, **OF_CHATS, "input": Required[some(str | many[fields(**ITEM)])], "instructions": str}
 RESPONSES |= {"reasoning": fields(effort=str), "text": fields(format=fields(**FORMAT, **SCHEMA)), "background": NO}
 RESPONSES |= {"tools": many[fields(type=Literal["function"], **FUNCTION)], "max_output_tokens": COUNT}
-RESPONSES |= {"truncation": Literal["disabled"], "stream_options": fields(include_obfuscation=NO)}
+RESPONSES |= {"metadata": dict, "truncation": Literal["disabled"], "stream_options": fields(include_obfuscation=NO)}
 
 
 class Refused(HTTPException):
@@ -87,15 +88,23 @@ def checked(kind: TypeAdapter, body: Any) -> Object:
 
 
 def as_chat(body: Object) -> Object:
-    """What the body of a response asks for, in the fields of a chat."""
+    """What the body of a response asks for, in the fields of a chat; thoughts, text and calls of a turn are one."""
     given, form = body["input"], body.get("text", {}).get("format", {})
     messages: list[Object] = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
-    for at, item in enumerate([{"role": "user", "content": given}] if isinstance(given, str) else given):
-        try:
-            turn = turn_of(item)
-        except KeyError as missing:
-            raise Refused(f"input[{at}].{missing.args[0]}", "Field required.") from None
-        last = messages[-1] if messages else {"role": None}
+    items: list[Object] = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    for item in items:
+        turn: Object = {"role": "assistant"}
+        match item.get("type", "message"):
+            case "function_call":
+                function = {"name": item["name"], "arguments": item["arguments"]}
+                turn["tool_calls"] = [{"id": item["call_id"], "type": "function", "function": function}]
+            case "function_call_output":
+                turn = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
+            case "reasoning":
+                turn["reasoning_content"] = "".join(part["text"] for part in item.get("content", []))
+            case _:
+                turn = {"role": item["role"], "content": item["content"]}
+        last: Object = messages[-1] if messages else {"role": None}
         if turn["role"] == last["role"] == "assistant" and not turn.keys() & last.keys() - {"role", "tool_calls"}:
             turn["tool_calls"] = last.get("tool_calls", []) + turn.get("tool_calls", [])
             last |= turn
@@ -104,17 +113,3 @@ def as_chat(body: Object) -> Object:
     tools = [{"function": {name: tool[name] for name in FUNCTION if name in tool}} for tool in body.get("tools", [])]
     chat = {"messages": messages, "tools": tools, "response_format": form | {"json_schema": form}}
     return body | chat | {"reasoning_effort": body.get("reasoning", {}).get("effort")}
-
-
-def turn_of(item: Object) -> Object:
-    """An item of a response's input as a message: thoughts, text and calls of an answer may follow each other."""
-    match item.get("type", "message"):
-        case "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            call = {"id": item["call_id"], "type": "function", "function": function}
-            return {"role": "assistant", "tool_calls": [call]}
-        case "function_call_output":
-            return {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
-        case "reasoning":
-            return {"role": "assistant", "reasoning_content": "".join(part["text"] for part in item.get("content", []))}
-    return {"role": item["role"], "content": item["content"]}

@@ -6,13 +6,13 @@ Shapes: B rows of one request (several where it has beams), T tokens of the answ
 import asyncio
 import copy
 import json
-import logging
 import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,28 +57,25 @@ class Served:
         self.vocabulary = self.base.get_input_embeddings().num_embeddings
         ends = self.model.generation_config.eos_token_id
         self.ends = listed(self.tokenizer.eos_token_id if ends is None else ends)
-        self.template = response_template(self.tokenizer, self.base)
+        self.template = getattr(self.tokenizer, "response_template", None)
+        with suppress(ImportError):  # it may move
+            from transformers.cli.serving.utils import get_response_template
+
+            self.template = get_response_template(self.tokenizer, self.base)
         self.grammar: Any = None
         self.open: set[asyncio.Queue[Any]] = set()  # where results of requests are waited for
-        self._start(options)
-
-    def _start(self, options: Any) -> None:
-        """Begin to decode what will be asked for."""
         texts = None if options.lookup_texts is None else texts_of(Path(options.lookup_texts))
         given = {name: getattr(options, name) for name in ("slots", "max_queue_size", "lookup_answers")}
         self.manager = self.model.init_continuous_batching(**given, lookup_texts=texts, tokenizer=self.decoder)
         if options.learn:
-            try:
-                self.manager.learn(everybody=False)
-            except ValueError as problem:
-                logging.getLogger("uvicorn.error").warning("--learn: %s", problem)
+            self.manager.learn(everybody=False)
         self.manager.warmup()
         self.manager.start()
 
     def stop(self) -> None:
         """End all requests, with an error."""
         for results in self.open:  # before the manager, which reads a prompt to its end
-            results.put_nowait(None)
+            results.put_nowait(SimpleNamespace(error="the manager was stopped: this answer is not complete."))
         self.manager.stop(block=False, hard_stop=True)
 
     def prompt(self, given: Any) -> Prompt:
@@ -94,7 +91,7 @@ class Served:
         """A conversation as the chat template writes it, which has to read all that it is given."""
         variables, reader = self.options.chat_template_kwargs.copy(), self.processor or self.tokenizer
         variables |= body.get("chat_template_kwargs", {})
-        tools, effort = tools_of(body), body.get("reasoning_effort")
+        tools, effort = body.get("tools"), body.get("reasoning_effort")
         template = str(reader.chat_template or self.tokenizer.chat_template or "")
         names, called = set(re.findall(r"\w+", template)), "tool_calls" in (self.template or {}).get("fields", {})
         if not template:
@@ -114,26 +111,21 @@ class Served:
         images = any(name.startswith("pixel") for name in inputs)
         return ids, dict(inputs.to(self.base.device, self.base.dtype)) if images else {}
 
-    def _turn(self, message: Object, developers: bool) -> Object:
+    def _turn(self, turn: Object, developers: bool) -> Object:
         """A message as chat templates read it: arguments as objects, images as images, text in one piece."""
-        turn = copy.deepcopy(message)
-        turn["role"] = "system" if turn["role"] == "developer" and not developers else turn["role"]
+        if turn["role"] == "developer" and not developers:
+            turn["role"] = "system"
         for call in turn.get("tool_calls", ()):
             call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
-        content = turn.get("content") or ""
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else [*map(self._part, content)]
+        content, parts = turn.get("content") or "", list[Object]()
+        for part in [{"text": content}] if isinstance(content, str) else content:
+            image = part.get("image_url")
+            if image is not None and self.processor is None:
+                raise Refused("messages.content.image_url", "this model reads text alone.")
+            url = image["url"] if isinstance(image, dict) else image
+            parts.append({"type": "text", "text": part["text"]} if url is None else {"type": "image", "url": url})
         turn["content"] = parts if self.processor else " ".join(part["text"] for part in parts)
         return turn
-
-    def _part(self, part: Object) -> Object:
-        image = part.get("image_url")
-        if image is None:
-            return {"type": "text", "text": part["text"]}
-        url = image if isinstance(image, str) else image["url"]
-        if not self.processor or not url.startswith("data:image/"):
-            reason = "send the image itself, as a data: URL" if self.processor else "this model reads text alone"
-            raise Refused("content.image_url", f"{reason}; nothing is fetched.")
-        return {"type": "image", "url": url}
 
     def decode(self, ids: list[int], special: bool = False) -> str:
         """The text of an answer's tokens, with special ones or without."""
@@ -150,9 +142,11 @@ class Served:
             return None
         from transformers.utils.chat_parsing import ResponseParser
 
-        fields = {name: self.template["fields"][name] for name in self.template["fields"] if name != "tool_calls"}
-        rules = self.template if body.get("tool_choice") != "none" else {**self.template, "fields": fields}
-        return ResponseParser(rules, prefix=self.decode(prompt, True), tools=tools_of(body))
+        fields, calls = self.template["fields"], body.get("tool_choice") != "none"
+        fields = {name: rule for name, rule in fields.items() if calls or name != "tool_calls"}
+        return ResponseParser(
+            {**self.template, "fields": fields}, prefix=self.decode(prompt, True), tools=body.get("tools")
+        )
 
     def matcher(self, schema: Object, parser: Any) -> Any:
         """A matcher of JSON that fits a schema; `Refused` for what is no schema, or has what is not supported."""
@@ -184,26 +178,12 @@ def texts_of(folder: Path) -> list[str]:
     return texts
 
 
-def tools_of(body: Object) -> Any:
-    """The tools that a chat may call; None for none."""
-    return None if body.get("tool_choice") == "none" else body.get("tools") or None
-
-
-def response_template(tokenizer: Any, base: Any) -> Any:
-    """How the base's answers are parsed: as its tokenizer says, else as transformers' own server does; or None."""
-    try:
-        from transformers.cli.serving.utils import get_response_template
-    except ImportError:  # it may move
-        return getattr(tokenizer, "response_template", None)
-    return get_response_template(tokenizer, base)
-
-
 def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 class TokenScores(LogitsProcessor):
-    """Takes penalties, notes log probabilities, `alternatives` beside the chosen one's, and keeps to a grammar."""
+    """Takes penalties, keeps log probabilities, `alternatives` beside the chosen one's, and keeps to a grammar."""
 
     def __init__(self, prompt_length: int, penalties: Any, alternatives: int | None, matcher: Any):
         self.prompt_length, (self.presence, self.frequency) = prompt_length, penalties
@@ -217,18 +197,12 @@ class TokenScores(LogitsProcessor):
         scores = scores - self.frequency * times - self.presence * (times > 0)
         if self.alternatives is not None:
             self.newest = scores[0].float().log_softmax(-1)
-        if self.matcher is not None:
-            allowed = torch.stack([self._allowed(row, scores.shape[1]) for row in answer.tolist()])
-            scores = scores.masked_fill(~allowed.to(scores.device), -torch.inf)
+        for row, tokens in enumerate(answer.tolist() if self.matcher is not None else ()):
+            self._read(tokens)
+            allowed = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8) > 0
+            allowed = torch.nn.functional.pad(allowed, (0, scores.shape[1] - len(allowed)))
+            scores[row].masked_fill_(~allowed.to(scores.device), -torch.inf)
         return scores
-
-    def note(self, input_ids: Tensor) -> None:
-        """Keep the log probability of the token that was chosen just now, and the best ones in its place."""
-        if self.alternatives is not None:
-            values, tokens = self.newest.topk(self.alternatives)
-            chosen = max(float(self.newest[input_ids[0, -1]]), LEAST)
-            best = [*zip(tokens.tolist(), values.clamp(min=LEAST).tolist())]
-            self.noted[input_ids.shape[1] - self.prompt_length - 1] = chosen, best
 
     def certain_path(self, prefix: Tensor, most: int) -> list[int]:
         """The tokens that the grammar leaves no choice of behind a prefix (P,), see `generation.grammar`."""
@@ -245,21 +219,19 @@ class TokenScores(LogitsProcessor):
         self.matcher.try_consume_tokens(answer[same:])
         self.read = answer
 
-    def _allowed(self, answer: list[int], vocabulary: int) -> Tensor:
-        """Which tokens (V,) the grammar allows behind an answer."""
-        self._read(answer)
-        mask = torch.frombuffer(bytearray(self.matcher.compute_logit_bias()), dtype=torch.uint8) > 0
-        return torch.nn.functional.pad(mask, (0, vocabulary - len(mask)))
-
 
 class StopText(StoppingCriteria):
-    """Ends an answer, of which the prompt is no part, behind the token that completes a stop string."""
+    """Ends an answer, without its prompt, behind a stop string, and notes log probabilities of what was chosen."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: list[str], scores: TokenScores):
         self.decode, self.stops, self.scores = decode, stops, scores
         self.window = max((len(stop.encode()) for stop in stops), default=0) + MARGIN
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.scores.note(input_ids)
-        texts = [self.decode(row[self.scores.prompt_length :][-self.window :]) for row in input_ids.tolist()]
+        answers = input_ids[:, self.scores.prompt_length :].tolist()
+        if (alternatives := self.scores.alternatives) is not None:
+            values, tokens = self.scores.newest.topk(alternatives)
+            best = [*zip(tokens.tolist(), values.clamp(min=LEAST).tolist())]
+            self.scores.noted[len(answers[0]) - 1] = max(float(self.scores.newest[answers[0][-1]]), LEAST), best
+        texts = [self.decode(answer[-self.window :]) for answer in answers]
         return torch.tensor([any(stop in text for stop in self.stops) for text in texts], device=input_ids.device)

@@ -20,7 +20,6 @@ CALLS = {
     "chat/completions": ({"messages": MESSAGES, "max_tokens": 2}, OfChats, requests.CHAT),
     "responses": ({"input": "def main(", "max_output_tokens": 2}, OfResponses, requests.RESPONSES),
 }
-OURS = {"stream", "seed", "generation_config"}
 OF_OPENAI = {call: set(params.__annotations__) | {"stream"} for call, (_, params, _) in CALLS.items()}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 # A value of each field that works where the field does, and what the table says of it.
@@ -44,7 +43,7 @@ VALUES: dict[str, tuple[Any, str]] = {
     "presence_penalty": (0.5, "-2 to 2"),
     "logit_bias": ({"5": -100}, "-100 to 100, by token id"),
     "logprobs": (True, "after penalties and biases, before temperature and top_p"),
-    "top_logprobs": (2, "up to 20"),
+    "top_logprobs": (2, "up to 20, with logprobs"),
     "response_format": ({"type": "json_object"}, "JSON, or JSON that fits a schema; needs `hf-drafthead[structured]`"),
     "text": ({"format": {"type": "json_object"}}, "`format`, as response_format"),
     "tools": ([TOOL], "where the base's template and tokenizer say how it calls them"),
@@ -53,17 +52,15 @@ VALUES: dict[str, tuple[Any, str]] = {
     "reasoning_effort": ("low", "where the chat template has a switch; `none` turns `enable_thinking` off"),
     "reasoning": ({"effort": "low"}, "`effort`, as reasoning_effort"),
     "chat_template_kwargs": ({"reasoning_effort": "low"}, "variables that the chat template reads"),
-    "generation_config": (
-        {"top_k": 5},
-        "settings of transformers for sampling, beams and lengths, as an object or JSON; fields beside it come first",
-    ),
+    "top_k": (5, "from 1; samples, too, from so many of the likeliest tokens"),
+    "min_p": (0.1, "0 to 1; samples, too, from tokens that are so likely beside the likeliest"),
+    "repetition_penalty": (1.1, "0.01 to 100; above 1 what was written becomes less likely"),
     "metadata": ({"a": "b"}, "comes back with the answer"),
     "store": (False, "`false`, or with `--learn` whether heads may learn from the answer"),
     "background": (False, "`false`"),
     "truncation": ("disabled", "`disabled`"),
     "service_tier": ("auto", "`auto`, `default`"),
     "modalities": (["text"], '`["text"]`'),
-    "include": (["message.output_text.logprobs"], "log probabilities"),
 }
 OTHERS = {("completions", "logprobs"): 2, ("responses", "tools"): [{"type": "function", "name": "add"}]}
 OTHERS |= {("responses", "stream_options"): {"include_obfuscation": False}}

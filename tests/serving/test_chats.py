@@ -29,6 +29,7 @@ TURNS = (
 )
 FUNCTION = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
 TOOL = {"type": "function", "function": FUNCTION}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x"}}
 ASKED = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 20}
 
 
@@ -150,7 +151,7 @@ def test_an_effort_turns_thoughts_on_and_off(effort, thinks, caller):
         ("tools", {"tools": [TOOL]}), ("chat_template_kwargs.no_such", {"chat_template_kwargs": {"no_such": 1}}),
         ("chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}), ("messages", {"messages": []}),
         ("messages[0].role", {"messages": [{"role": "function", "content": "x"}]}),
-        ("content.image_url", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}),
+        ("messages.content.image_url", {"messages": [{"role": "user", "content": [IMAGE]}]}),
         ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "x", "strict": True}}]}),
     ],
     ids=str,

@@ -1,6 +1,7 @@
 """Each field of a request has its effect, or the request is refused with the field's name."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ def test_every_field_of_openai_is_known_or_refused_by_name(call, writer):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"temperature": 1.5}, {"top_p": 0.9}, {"temperature": 0.7, "top_p": 0.5}], ids=str
+    "settings",
+    [{"temperature": 1.5}, {"top_p": 0.9}, {"top_k": 3, "repetition_penalty": 1.2}, {"min_p": 0.1, "temperature": 2}],
+    ids=str,
 )
 def test_a_temperature_samples_as_the_base_does_with_this_seed(settings, writer, model):
     tokenizer, told = writer.served.tokenizer, []
@@ -93,21 +96,13 @@ def test_log_probabilities_are_those_of_the_base(stream, writer, model):
     assert all(len(top) >= 3 for part in parts for top in part["logprobs"]["top_logprobs"])
 
 
-def test_log_probabilities_in_chats_and_responses(writer):
+def test_log_probabilities_in_chats(writer):
     chat = post(writer, "chat/completions", **CHAT, logprobs=True, top_logprobs=2)["choices"][0]
     tokens = chat["logprobs"]["content"]
     assert "".join(token["token"] for token in tokens) == chat["message"]["content"]
     assert all(token["logprob"] == max(one["logprob"] for one in token["top_logprobs"]) for token in tokens)
     assert all(bytes(token["bytes"]).decode() == token["token"] for token in tokens)
-    asked = {
-        "input": "def main(",
-        "max_output_tokens": 8,
-        "temperature": 0,
-        "include": ["message.output_text.logprobs"],
-    }
-    (item,) = post(writer, "responses", **asked)["output"]
-    assert [token["logprob"] for token in item["content"][0]["logprobs"]] == [token["logprob"] for token in tokens]
-    assert post(writer, "chat/completions", 400, **CHAT, top_logprobs=2)["error"]["param"] == "top_logprobs"
+    assert post(writer, "chat/completions", **CHAT, top_logprobs=2)["choices"][0]["logprobs"] == chat["logprobs"]
 
 
 def test_penalties_keep_away_what_was_written(letters):
@@ -169,14 +164,17 @@ def test_an_answer_that_is_cut_within_a_character_is_the_same_streamed_and_whole
 
 @pytest.mark.parametrize("size", [1, 3, 200])
 def test_pieces_of_text_hold_whole_characters(size, letters):
-    from hf_drafthead.serving.answers import TextSoFar
+    from hf_drafthead.serving.answers import Completions
 
-    served, said = letters.served, "aé😀 " * 40
-    ids = served.tokenizer(said, add_special_tokens=False)["input_ids"]
-    text = TextSoFar(served.decode)
-    pieces = [text.add(ids[at : at + size], at + size >= len(ids)) for at in range(0, len(ids), size)]
+    said, pieces = "aé😀 " * 40, []
+    ids = letters.served.tokenizer(said, add_special_tokens=False)["input_ids"]
+    (choice,) = Completions(letters.served, {"prompt": "abc"}).choices
+    for end in range(size, len(ids) + size, size):
+        result = SimpleNamespace(generated_tokens=ids[:end], is_finished=lambda end=end: end >= len(ids))
+        choice.take(result)
+        pieces.append(choice.added("message"))
+        assert len(choice.window) <= 8
     assert "".join(pieces) == said and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert len(text.tokens) <= 2 * size + 4 and text.length == len(said)
 
 
 def test_the_context_is_a_limit_that_clients_are_told(writer):
@@ -199,10 +197,8 @@ def test_the_context_is_a_limit_that_clients_are_told(writer):
 UNFIT = [("temperature", value) for value in (-1, 2.1, True, float("nan"))] + [("top_p", 2), ("n", 0), ("seed", "x")]
 UNFIT += [("max_tokens", value) for value in (0, "x", 1.5)] + [("stop", value) for value in (3, [""])]
 UNFIT += [("logit_bias", value) for value in ({"x": 1}, {"1": 200}, {"9999": 1})] + [("seed", 1 << 64)]
-UNFIT += [("generation_config", value) for value in ("{", "[1]", {"no_such": 1}, {"output_scores": True})]
-UNFIT += [("generation_config", value) for value in ({"draft_tree": "dynamic"}, {"eos_token_id": 5}, {"max_time": 1})]
-UNFIT += [("prompt", [-1]), ("prompt", [5, 99_999])]
-UNFIT += [("prompt", [[]]), ("prompt", [True]), ("model", "another"), ("stream_options", {}), ("logprobs", 50)]
+UNFIT += [("prompt", value) for value in ([-1], [5, 99_999], [[]], [True], [], "", ["a", ""])]
+UNFIT += [("model", "another"), ("stream_options", {"no_such": 1}), ("logprobs", 50), ("top_k", 0), ("min_p", 2)]
 
 
 @pytest.mark.few(6)
@@ -222,11 +218,11 @@ def test_a_value_that_does_not_fit_is_refused_by_name(field, value, writer):
         ({"role": "user"}, "content"),
         ({"type": "function_call_output", "output": "x"}, "call_id"),
         ({"type": "function_call", "call_id": "x", "arguments": "{}"}, "name"),
-        ({"type": "reasoning", "content": [{}]}, "content[0].text"),
+        ({"type": "reasoning", "content": [{"type": "reasoning_text"}]}, "text"),
     ],
 )
 def test_an_item_that_lacks_a_field_is_refused_by_its_name(item, missing, writer):
-    assert post(writer, "responses", 400, input=[item])["error"]["param"] == f"input[0].{missing}"
+    assert post(writer, "responses", 400, input=[item])["error"]["param"] == missing
 
 
 @pytest.mark.parametrize(
@@ -236,18 +232,6 @@ def test_a_body_that_is_no_request_is_refused(body, writer):
     for path in ("completions", "chat/completions", "responses"):
         answer = writer.post(f"/v1/{path}", content=body)
         assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
-
-
-def test_settings_as_a_generation_config_hold_with_their_seed(letters):
-    """Beams that sample draw from the process; no other client's seed may move it."""
-    served, settings = letters.served, {"max_new_tokens": 30, "do_sample": True, "temperature": 8.0}
-    tokens = served.tokenizer("abc", return_tensors="pt").input_ids
-    for seed, more in enumerate([{"num_beams": 3}, {}]):
-        torch.manual_seed(seed)
-        new = served.base.generate(tokens, **settings, **more)[0, 3:]
-        config = json.dumps({**settings, **more, "seed": 99 if seed else seed})
-        body = {"prompt": "abc", "generation_config": config} | ({"seed": seed} if seed else {})
-        assert post(letters, "completions", **body)["choices"][0]["text"] == served.decode(new.tolist())
 
 
 def test_usage_says_what_was_drafted(writer):
