@@ -63,7 +63,7 @@ class Choice:
         most = min(asked.values(), default=None)
         if context and (total := length + (most or 1)) > context:
             reason = f"This model's maximum context length is {context} tokens, and {total} are asked for, {length} of"
-            raise Refused(next(iter(asked), "prompt"), f"{reason} them the prompt.", "context_length_exceeded")
+            raise Refused(next(iter(asked), self.call.field), f"{reason} them the prompt.", "context_length_exceeded")
         left = context - length if context else 1024
         most = most or min(config.max_new_tokens or self.call.default or left, left)
         config.update(**FIXED, eos_token_id=self.ends or None, max_new_tokens=most)
@@ -159,11 +159,11 @@ def scored(text: str, logprob: float, others: Any = None, *_: Any) -> Object:
 class Completions:
     """`/v1/completions`: reads a request, and writes its answer whole or as the events of a stream.
 
-    What a `Choice` asks of it is `default`, the tokens where a client says nothing; `alternatives`, log probabilities
-    beside each token's, None for none; and the answer's `schema`.
+    field: what its prompt is called. What a `Choice` asks of it is `default`, the tokens where a client says nothing;
+    `alternatives`, log probabilities beside each token's, None for none; and the answer's `schema`.
     """
 
-    kind: Any = TypeAdapter(fields(**COMPLETIONS))
+    kind, field = TypeAdapter[Any](fields(**COMPLETIONS)), "prompt"
     names = "cmpl", "text_completion", "text_completion"  # an id's beginning, and what an answer and a piece of it are
     default: int | None = 16
     chat = False
@@ -227,14 +227,17 @@ class Completions:
 class Chat(Completions):
     """`/v1/chat/completions`."""
 
-    kind, names = TypeAdapter(fields(**CHAT)), ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    kind, field = TypeAdapter(fields(**CHAT)), "messages"
+    names = "chatcmpl", "chat.completion", "chat.completion.chunk"
     default, chat = None, True
 
     def read(self) -> list[Prompt]:
         form = self.body.get("response_format", {})
+        kind, schema = form.get("type"), form.get("json_schema", {}).get("schema")
+        if kind == "json_schema" and schema is None:
+            raise Refused("response_format", "it needs a JSON schema.")
+        self.schema = {"type": "object"} if kind == "json_object" else schema if kind == "json_schema" else None
         self.alternatives = self.body.get("top_logprobs", 0 if self.body.get("logprobs") else None)
-        if form.get("type", "text") != "text":
-            self.schema = {"type": "object"} if form["type"] == "json_object" else form["json_schema"]["schema"]
         self.body = self.body | {"tools": self.body.get("tools") if self.body.get("tool_choice") != "none" else None}
         return [self.served.chat(self.body)]
 
@@ -252,7 +255,7 @@ class Chat(Completions):
 class Responses(Chat):
     """`/v1/responses`: thoughts, text and calls are items of their own, in the order in which they are written."""
 
-    kind = TypeAdapter(fields(**RESPONSES))
+    kind, field = TypeAdapter(fields(**RESPONSES)), "input"
 
     def read(self) -> list[Prompt]:
         self.items, self.numbers, self.body = list[Object](), itertools.count(), as_chat(self.asked)

@@ -40,14 +40,14 @@ class Answer(StreamingResponse):
         await super().stream_response(send_with_first_piece)
 
 
-def failure(problem: Any, status: int = 500) -> HTTPException:
+def failure(problem: Any) -> HTTPException:
     """What clients are told, as OpenAI's API has it, of an exception, or of an error that the manager tells."""
     if isinstance(problem, AnyHTTPException):
         about: Any = problem.detail
         status = problem.status_code
     else:
         about = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
-        status = 503 if LATER.match(about) else 400 if FAULTS.match(about) else status
+        status = 503 if LATER.match(about) else 400 if FAULTS.match(about) else 500
     if status == 500:
         logging.getLogger("uvicorn.error").error("a request has failed: %s", about)
     about = about if isinstance(about, dict) else {"message": " ".join(about.split()), "param": None, "code": None}
@@ -102,13 +102,16 @@ def build(served: Served) -> FastAPI:
         return JSONResponse({"error": told.detail}, told.status_code, told.headers)
 
     async def called(request: Request) -> Response:
+        read, field = CALLS[request.url.path], "body"
         try:
-            body, read = await request.json(), CALLS[request.url.path]
+            body, field = await request.json(), read.field
             call = await asyncio.get_running_loop().run_in_executor(served.reader, read, served, body)
+        except HTTPException:
+            raise
         except KeyError as missing:
-            raise Refused(str(missing.args[0]), "Field required.") from missing
+            raise Refused(field, f"{missing} is missing.") from missing
         except Exception as problem:  # whatever a tokenizer or a template says of it
-            raise failure(problem, 400) from problem
+            raise Refused(field, f"{type(problem).__name__}: {problem}") from problem
         kind = "text/event-stream" if call.body.get("stream") else "application/json"
         return Answer(answer(served, call), media_type=kind)
 

@@ -67,7 +67,8 @@ class Refused(HTTPException):
     """What a client has asked for and does not get."""
 
     def __init__(self, field: str, reason: str, code: str | None = None):
-        super().__init__(400, {"message": f"{field}: {reason}", "param": field, "code": code})
+        message = " ".join(f"{field}: {reason}".split())
+        super().__init__(400, {"message": message, "param": field, "code": code})
 
 
 def checked(kind: TypeAdapter, body: Any) -> Object:

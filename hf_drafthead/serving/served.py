@@ -142,11 +142,10 @@ class Served:
             return None
         from transformers.utils.chat_parsing import ResponseParser
 
-        fields, calls = self.template["fields"], body.get("tool_choice") != "none"
-        fields = {name: rule for name, rule in fields.items() if calls or name != "tool_calls"}
-        return ResponseParser(
-            {**self.template, "fields": fields}, prefix=self.decode(prompt, True), tools=body.get("tools")
-        )
+        calls = body.get("tool_choice") != "none"
+        fields = {name: rule for name, rule in self.template["fields"].items() if calls or name != "tool_calls"}
+        about = {"prefix": self.decode(prompt, True), "tools": body.get("tools")}
+        return ResponseParser({**self.template, "fields": fields}, **about)
 
     def matcher(self, schema: Object, parser: Any) -> Any:
         """A matcher of JSON that fits a schema; `Refused` for what is no schema, or has what is not supported."""
@@ -168,11 +167,10 @@ class Served:
 def texts_of(folder: Path) -> list[str]:
     """The text files of a folder, its own folders included."""
     texts = list[str]()
-    for path in sorted(
-        path for path in folder.rglob("*") if path.is_file() and "/." not in f"/{path.relative_to(folder)}"
-    ):
-        with suppress(ValueError):  # no text
-            texts.append(read_text(path))
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and "/." not in f"/{path.relative_to(folder)}":
+            with suppress(ValueError):  # no text
+                texts.append(read_text(path))
     if not any(texts):
         raise ValueError(f"--lookup-texts: {str(folder)!r} has no text (UTF-8): name a folder of text files.")
     return texts
