@@ -33,7 +33,7 @@ ALLOWED = {
     "training": {"data", "trees", "modeling", "cards", "generation", "bases"},
     "hub_upload": {"modeling", "cards", "generation"},
     "learning": {"training", "trees", "modeling", "generation", "bases"},
-    "serving": {"door", "data", "evaluation", "modeling", "generation", "bases"},
+    "serving": {"data", "evaluation"},
     "page": {"data", "evaluation", "trees", "modeling", "cards", "generation", "bases"},
     "formats": {"modeling", "cards", "generation"},
     "zoo": {"modeling", "generation"},
