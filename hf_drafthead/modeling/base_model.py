@@ -321,8 +321,7 @@ def change_of_base(
     name, own = str(config.base_model_name_or_path), tensors_of(base)
     if others := sorted(set(own) ^ set(as_loaded)):
         return f"{others[0]} came or went"
-    folder = Path(name, config.base_subfolder or "")
-    if folder.is_dir() and not any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir()):
+    if os.path.isdir(name) and not any(file.suffix in WEIGHT_SUFFIXES for file in Path(name).iterdir()):
         return f"there are no weights in {name!r}"
     hub: dict[str, Any] = {"revision": config.base_model_revision or "main", "subfolder": config.base_subfolder or ""}
     hub["local_files_only"] = True
