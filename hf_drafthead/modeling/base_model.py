@@ -330,7 +330,7 @@ def change_of_base(
         fields, _ = PreTrainedConfig.get_config_dict(name, **hub)
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
-        if quantizer_of(base) is None:
+        if quantizer_of(base) is None and config.base_gguf_file is None:
             files = checkpoint_files(name, hub)
     rest = {**own, **given}
     for file in files:
@@ -408,6 +408,9 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
         undo.pop_all()
         for place in {folder / file.parent for file in files}:
             _remove_earlier(place, {file.name for file in files if folder / file.parent == place})
+        for adapter in folder.glob(f"*/*/{ADAPTER_CONFIG_NAME}"):  # which the base of before had
+            if adapter.relative_to(folder) not in files and any(file.parts[0] == adapter.parts[-3] for file in files):
+                shutil.rmtree(adapter.parent)
 
 
 def _keep(file: Path, former: Path) -> None:

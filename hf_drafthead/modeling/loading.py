@@ -211,9 +211,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         ours = HeadsGenerationConfig.of(getattr(self.base, "generation_config", None))
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
         known = {*vars(GenerationConfig()), *DraftSettings.names()} - {"transformers_version"}
-        for name in sorted(known & set(stored)):
-            if not name.startswith("_") and stored[name] is not None:
-                setattr(ours, name, stored[name])
+        said = {name: stored[name] for name in known & set(stored) if name[0] != "_" and stored[name] is not None}
+        with _building(str(self.name_or_path)):
+            read = vars(HeadsGenerationConfig.from_dict(said))
+        ours.__dict__.update({name: read[name] for name in said})
         self.generation_config = ours
 
     @classmethod
@@ -269,7 +270,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             if config is not None:
                 raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
             fields = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
-            config, tensors, settings = _formats().converted(
+            config, tensors, settings, compare = _formats().converted(
                 cls, path, base_model=base_model, base_revision=base_revision, fields=fields, hub=hub
             )
         else:
@@ -286,6 +287,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             base = model._from_inside(inside, settings, kwargs)
         else:
             base = model._take_base(path, base_model, base_revision, fetch, hub, kwargs)
+        for note in compare(base) if convert else ():
+            logger.warning_once(f"{path!r}: {note}")
         model.attach(base)
         model.drafter.check_values(path)
         model._take_generation_config(settings)
