@@ -234,16 +234,13 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     def load_adapter(  # type: ignore[override]
         self, peft_model_id: str | os.PathLike, adapter_name: str = "default", **kwargs: Any
     ) -> None:
-        """Load an adapter of PEFT onto the base.
+        """Load an adapter of PEFT onto the base, from its folder or Hub id.
 
         Args:
-            peft_model_id: folder or Hub id of the adapter.
-            adapter_name: under which the base has it.
             kwargs: of the download, `adapter_kwargs` with such ones, and `is_trainable`, as in transformers.
 
         Raises:
             OSError: there is no adapter.
-            TypeError: other arguments of transformers' `load_adapter`.
             ValueError: the adapter is not one for this model, or the base has one of this name.
         """
         trainable = bool(kwargs.pop("is_trainable", False))

@@ -274,8 +274,7 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
         return True
     if not name or is_missing_folder(name):
         return False
-    quiet = {**hub, "_raise_exceptions_for_connection_errors": not hub.get("local_files_only")}
-    if gguf_file is None and not any(fetch_file(name, file, quiet) for file in TOKENIZER_FILES):
+    if gguf_file is None and not any(fetch_file(name, file, hub) for file in TOKENIZER_FILES):
         return False
     try:
         load_tokenizer(name, gguf_file, **hub).save_pretrained(folder)

@@ -319,7 +319,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without a base, its drafter loaded by transformers; and tensors of a base that lie with the heads,
         as earlier releases wrote them."""
-        tensors = dict(read_tensors(path, hub) if tensors is None else tensors)
+        tensors = dict(cls._stored(path, config, hub) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
         inside = {name: tensors.pop(name) for name in of_base}
         blank = cls._blank(config, path)  # checked before it takes memory
@@ -330,8 +330,12 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             return blank.eval(), inside
         for holder in filter(None, (config, config.base_config)):  # of a base that is not here
             vars(holder).pop("quantization_config", None)
-        with _building(path):
-            return super().from_pretrained(None, config=config, state_dict=tensors, build_base=False), inside
+        return super().from_pretrained(None, config=config, state_dict=tensors, build_base=False), inside
+
+    @classmethod
+    def _stored(cls, path: str, config: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a checkpoint."""
+        return read_tensors(path, hub)
 
     @classmethod
     def _blank(cls: type[LoadedModel], config: DraftHeadConfig, path: str) -> LoadedModel:
