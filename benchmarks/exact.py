@@ -6,7 +6,8 @@
 
 Each figure is printed as a line of JSON. `differ` compares every way to write a text, without `exact` and with it, with
 the text that the base writes alone: how many texts have other tokens, and how many have other bits in some logit.
-`steps` times forwards of the base and of trees, exact and not, in turns within one process; the least time counts.
+`steps` times forwards of the base and of trees, exact and not, in turns within one process; the least time counts; the
+memory is that of tensors of one step, beside the cache.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import copy
 import json
 import resource
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -165,13 +167,29 @@ def steps(args: argparse.Namespace) -> None:
                     readers[exact].nodes(torch.arange(nodes)[None], topology, cache, length + topology.depths, None)
                 times[exact].append(1e3 * (time.process_time() - start))
             plain, ours = min(times[False]), min(times[True])
-            say({"positions": length, "nodes": nodes, "sdpa_ms": plain, "exact_ms": ours, "ratio": ours / plain})
+            cache.extent, cache.placed = length, None
+            with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+                readers[True].nodes(torch.arange(nodes)[None], topology, cache, length + topology.depths, None)
+            figures = {"positions": length, "nodes": nodes, "sdpa_ms": plain, "exact_ms": ours, "ratio": ours / plain}
+            say({**figures, "exact_peak_mebibytes": peak(profile)})
+
+
+def peak(profile: torch.profiler.profile) -> float:
+    """How much more memory for tensors was held at once than at the beginning."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profile.export_chrome_trace(file.name)
+        events = [event for event in json.load(open(file.name))["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    held = [event["args"]["Total Allocated"] for event in events]
+    return (max(held) - held[0] + abs(events[0]["args"]["Bytes"])) / 2**20
 
 
 def trial(args: argparse.Namespace) -> None:
-    """Seconds that `exact` takes, of the processor, and memory that it adds to the process."""
+    """Seconds that `exact` takes, of the processor, and memory that it adds to the process, which has run the base."""
     for dtype in args.dtypes:
         base = AutoModel.from_pretrained(chat.chat_heads("hydra++"), dtype=getattr(torch, dtype)).base
+        with torch.no_grad():
+            base(torch.ones(2, 17, dtype=torch.long))
         before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
         hf_drafthead.exact(base)
         first = time.process_time() - start

@@ -264,7 +264,7 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
     assert sum(len(source.splitlines()) for source in sources) <= most
 
 
-@pytest.mark.parametrize("room, most", [("trees", 1670), ("cards", 735), ("serving", 921), ("exactness", 936)])
+@pytest.mark.parametrize("room, most", [("trees", 1670), ("cards", 735), ("serving", 921), ("exactness", 928)])
 def test_these_rooms_do_not_grow(room, most):
     assert sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).rglob("*.py")) <= most
 

@@ -1,18 +1,22 @@
 """Attention whose result depends neither on where the keys lie nor on what else is in the call.
 
-The last 128 to 255 keys that a node sees are taken in float64, whose sums are rounded once: what an order changes is
-2^-53 of a sum. In bfloat16 and float16 it shows where a value lies within that of the middle of two others, one of a
-million million. In float32 one of ten million does; values that are nearly as near are computed again, of terms that
-are sorted. Keys before those are taken in float32, in blocks of 128, which are the same whatever else is in the call;
-of texts that are shorter than 2,048 all are taken in float64, which costs less there.
+The keys that a node sees are taken in the order of their positions: the early ones in blocks of 96, which are the same
+whatever else is in the call, and the last 32 to 127, which in a tree may lie anywhere, in one product with all keys
+between them, whose shares are zero. Where a product adds one term after another, which is tried, zeros change nothing.
+Elsewhere, and where a window is full, late sums are taken in float64 and rounded once: what an order changes is 2^-53
+of a sum, which in bfloat16 and float16 shows where a value lies within that of the middle of two others, one of a
+million million. In float32 one of ten million does; values that are nearly as near are added without any rounding.
 
-Shapes: B rows, H heads of queries, G of keys, r = H / G, N nodes, L keys, d and e sizes of a key and a value, F blocks
-of k keys; b, g, n, l of a piece of rows, heads, nodes and keys; m = r * n, and more rows where a product needs them.
+Shapes: B rows, H heads of queries, G of keys, r = H / G, N nodes, L keys, d and e sizes of a key and a value; b, g
+and n of a piece of rows, heads and nodes, K blocks of k keys, l late keys; M = r * n, and more where a product needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -22,54 +26,36 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from hf_drafthead.exactness.products import Rows, agreeing, batched, elementwise
+from hf_drafthead.exactness.products import adds_in_order, agreeing, batched, elementwise
 
 NAME = "order_free"  # in transformers' configs
-BLOCK = ContextVar("keys of a block, and of texts that have some", default=(128, 2048))  # few for `trial`
-MOST = 1 << 21  # numbers in float64 at a time, 16 MiB: of keys and values, and of scores
-NEAR = 2.0**-50  # of the largest value, times the largest score: more than an order changes a sum
+BLOCK = ContextVar("keys of a block", default=96)  # few for `trial`; a third of it, and more, are late
+MOST = 1 << 18  # scores at a time, 1 MiB
+NEAR = 2.0**-44  # of the largest value: more than an order changes a sum
 LEAST = -1e30  # of a largest score
+LOG2 = math.log2(math.e)  # powers of 2 take a third of the time
 attended: list[nn.Module] = []  # the modules that attended last, for `trial`
 
 
+class Piece(NamedTuple):
+    """Nodes (n,) of some rows that see the same early blocks, and slots: of these, and of late keys that one sees."""
+
+    rows: slice
+    nodes: torch.Tensor
+    early: Any
+    late: torch.Tensor  # (l,), full blocks
+    bias: torch.Tensor  # (b or 1, G or 1, K, r or 1, n, k)
+    few: bool  # late keys
+
+
 class How(NamedTuple):
-    """What a call says of its scores and shares."""
+    """What a call says of its scores and shares, and what products need."""
 
     softcap: float | None
-    sinks: torch.Tensor | None  # (1, G, r, 1, 1)
+    sinks: torch.Tensor | None  # (G, r, 1)
     dropout: float
-
-    def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        return scores if self.softcap is None else elementwise(torch.tanh, scores / self.softcap) * self.softcap
-
-
-class Past(NamedTuple):
-    """Keys (g, F, k, d), values (g, F, k, e) in float32, and the blocks (F, n) that a node does not see yet."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    hidden: torch.Tensor
-
-    def scores(self, query: torch.Tensor, how: How) -> torch.Tensor:
-        """Of a query (1, g, r, n, d): (g, F, m, k)."""
-        rows, (groups, blocks) = query.float().flatten(2, 3)[0], self.keys.shape[:2]
-        more, wanted = 0, rows.shape[1]
-        while any(one.of(wanted + more) > wanted + more for one in rows_of(self.keys, self.values, self.keys.shape[2])):
-            more += 1
-        filled = functional.pad(rows, (0, 0, 0, more))[:, None].expand(-1, blocks, -1, -1)
-        scores = torch.bmm(filled.flatten(0, 1).contiguous(), self.keys.flatten(0, 1).mT).unflatten(0, (groups, blocks))
-        if self.hidden.any():
-            hidden = functional.pad(self.hidden.repeat(1, query.shape[2]), (0, more))
-            return how.capped(scores).masked_fill_(hidden[..., None], float("-inf"))
-        return how.capped(scores)
-
-
-def rows_of(keys: torch.Tensor, values: torch.Tensor, block: int) -> list[Rows]:
-    """Which numbers of rows agree in the products with a block of keys (..., d) and of values (..., e)."""
-    keys, values, share = (
-        keys.new_empty(block, size, dtype=torch.float32) for size in (keys.shape[-1], values.shape[-1], block)
-    )
-    return [agreeing(keys, keys.mT, None, batched), agreeing(share, values, None, batched)]
+    rows: int
+    in_order: bool
 
 
 def order_free(
@@ -84,135 +70,183 @@ def order_free(
     attended.append(module)
     del attended[: -1 << 10]
     (rows, heads, nodes, size), (groups, length, wide) = query.shape, value.shape[1:]
+    shared, block, window = heads // groups, BLOCK.get(), sliding_window or length + 1
     causal = nodes > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    if attention_mask is None and causal:
-        attention_mask = torch.ones(1, 1, nodes, length, dtype=torch.bool, device=key.device).tril(length - nodes)
-    front, (block, least) = 0, BLOCK.get()  # slots of a tree's nodes, which are in front of the past
-    if length >= least and attention_mask is not None and attention_mask.is_floating_point():
-        hidden = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
-        if (hidden | (attention_mask == 0)).all():  # else it is a bias
-            attention_mask, front = ~hidden, nodes
-    biases = [bias[..., :length] for bias in (attention_mask, position_bias) if bias is not None]
-    plain = sliding_window is None and all(bias.dtype == torch.bool and bias.shape[1] == 1 for bias in biases)
-    places, start, blocks, most = torch.arange(length, device=key.device), 0, None, nodes
-    if plain and length >= least:
-        seen = (biases[0][:, 0] if biases else (places >= 0)[None, None]).expand(rows, nodes, length)
-        own = seen.sum(-1)
-        own = (own // block - 1) * (own >= least)
-        if count := int(own.max()):
-            start, blocks = front + int(seen[0, :, front:].any(0).int().argmax()), own[0]
-            early = slice(start, start + block * count)
-            holes = not (seen[0, :, early] | (places[early] >= start + block * blocks[:, None])).all()
-            if rows > 1 or holes:
-                key, value, seen = key.roll(-front, 2), value.roll(-front, 2), seen.roll(-front, 2)
-                more: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "s_aux": s_aux}
-                again: Any = functools.partial(order_free, module, **more)
-                if rows > 1:
-                    every = (part.split(1) for part in (query, key, value, seen[:, None]))
-                    return torch.cat([again(*row)[0] for row in zip(*every)]), None
-                if nodes > 1:  # see other keys, from other ones on
-                    every = (part.split(1, dim=2) for part in (query, seen[:, None]))
-                    return torch.cat([again(one, key, value, mask)[0] for one, mask in zip(*every)], dim=1), None
-                return again(query, key[:, :, seen[0, 0]], value[:, :, seen[0, 0]], None)
-            most = min(one.most for one in rows_of(key, value, block)) * groups // heads
-    grouped = query.reshape(rows, groups, heads // groups, nodes, size)
-    biases = [bias.unflatten(1, (groups, -1) if bias.shape[1] > 1 else (1, 1)) for bias in biases]
-    sinks = None if s_aux is None else s_aux.double().view(1, groups, -1, 1, 1)
-    out, per_group = query.new_empty(*grouped.shape[:-1], wide), length * max(size + wide, heads // groups)
-    for row in pieces(rows, MOST // (per_group * groups)):
-        for group in pieces(groups, MOST // per_group):
-            for node in pieces(nodes, min(most, MOST // (length * heads // groups))):
-                added, past = [_piece(bias, row, group, node) for bias in biases], None
-                near: Any = slice(0, length)
-                if plain and node.stop - node.start < nodes:  # others see other keys
-                    near = slice(0, max(1, int((added[0].flatten(0, -2).any(0) * (places + 1)).max())))
-                if blocks is not None:
-                    ends = start + block * blocks[node]
-                    first, last = (int(end) for end in ends.aminmax())
-                    old = [part[0, group, start:last].float().contiguous() for part in (key, value)]
-                    hidden = places[start:last:block, None] >= ends
-                    past = Past(*(part.unflatten(1, (-1, block)) for part in old), hidden) if last > start else None  # type: ignore
-                    later = (places >= ends[:, None]) | (places < start)
-                    added, near = (
-                        [*added, later[None, None, None]],
-                        torch.cat([places[:front], places[first : near.stop]]),
-                    )
-                scaled = grouped[row, group, :, node].double() * (size**-0.5 if scaling is None else scaling)
-                how = How(softcap, None if sinks is None else sinks[:, group], dropout * module.training)
-                keys, values = (part[row, group][:, :, near].double() for part in (key, value))
-                added = [bias[..., near] for bias in added]
-                out[row, group, :, node] = _attended(scaled, keys, values, added, how, past, query.dtype)
-    return out.view(rows, heads, nodes, wide).transpose(1, 2).contiguous(), None
+    least, most, in_order = _products(size, wide, block, key.device, torch.get_num_threads())
+    limits = max(most // shared, 1), block, 0 if position_bias is not None else window, shared
+    plan = _plan(attention_mask, position_bias, (nodes, length, causal), limits, key.device)
+    sinks = None if s_aux is None else s_aux.float().view(groups, shared, 1) * LOG2
+    how = How(softcap, sinks, dropout * module.training, least, in_order)
+    query = query.unflatten(1, (groups, shared)).float()
+    query = query * ((size**-0.5 if scaling is None else scaling) * (LOG2 if softcap is None else 1 / softcap))
+    out = value.new_zeros(rows, nodes, groups, shared, wide)
+    places = out.permute(0, 2, 3, 1, 4)
+    for piece in plan:
+        asked = query[piece.rows] if len(piece.nodes) == nodes else query[piece.rows][:, :, :, piece.nodes]
+        step = max(MOST // ((length + block) * shared * len(piece.nodes)), 1)
+        for group in (slice(start, start + step) for start in range(0, groups, step)):
+            keys, values = (part[piece.rows, group] for part in (key, value))
+            bias = piece.bias if piece.bias.shape[1] == 1 else piece.bias[:, group]
+            few = how if sinks is None else how._replace(sinks=sinks[group])
+            with _plainly(key.device.type):
+                found = _over_blocks(asked[:, group], keys, values, bias, piece, few)
+            if len(piece.nodes) == nodes:
+                places[piece.rows, group] = found.to(value.dtype)
+            else:
+                places[piece.rows, group, :, piece.nodes] = found.to(value.dtype)
+    return out.flatten(2, 3), None
 
 
-def pieces(count: int, most: int) -> list[slice]:
-    """A range cut into pieces of at most so many, and of one at least."""
-    most = max(most, 1)
-    return [slice(start, min(start + most, count)) for start in range(0, count, most)]
+def _plainly(device: str) -> Any:
+    """Products in the types that they are given."""
+    cast = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if cast else contextlib.nullcontext()
 
 
-def _piece(bias: torch.Tensor, row: slice, group: slice, node: slice) -> torch.Tensor:
-    """Of a mask (B or 1, G or 1, r or 1, N or 1, L), or of a bias like it."""
-    at = [part if size > 1 else slice(None) for part, size in zip((row, group, slice(None), node), bias.shape)]
-    return bias[tuple(at)]
+@functools.cache
+def _products(size: int, wide: int, block: int, device: torch.device, _: int) -> tuple[int, int, bool]:
+    """From how many rows on, and up to how many, products agree, and whether those of late keys add in order."""
+    keys, values = (torch.empty(2 * block, each, device=device) for each in (size, wide + 1))
+    shares = keys.new_empty(1, 2 * block)
+    with _plainly(device.type):
+        tried = [agreeing(keys, keys[:block].mT, None, batched)]
+        tried += [agreeing(shares[:, :count], values[:count], None, batched) for count in (block, 2 * block)]
+        least = -(-max(few for few, _ in tried) // 4) * 4
+        return least, min(many for _, many in tried), adds_in_order(values, least)
 
 
-def _attended(query: Any, keys: Any, values: Any, biases: list[Any], how: How, past: Past | None, dtype: Any) -> Any:
-    """(b, g, r, n, e) of a scaled query (b, g, r, n, d), keys (b, g, l, d) and values (b, g, l, e) in float64."""
-    shape = query.shape[2:4]
-    scores = how.capped((query.flatten(2, 3) @ keys.mT).unflatten(2, shape))
-    for bias in biases:
-        scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias.double()
-    top = scores.detach().amax(-1, keepdim=True)
-    if past is not None:
-        blocks = past.scores(query, how)
-        best = blocks.detach().amax((1, 3))[:, : shape.numel()].double()
-        top = top.maximum(best.view(1, -1, *shape, 1))
-    top = (top if how.sinks is None else top.maximum(how.sinks)).clamp(min=LEAST).ceil()  # which no order changes
-    shares = scores.sub_(top).exp_()
-    total = shares.sum(-1, keepdim=True)
-    total = total if how.sinks is None else total + (how.sinks - top).exp()
-    shares = functional.dropout(shares, how.dropout) if how.dropout else shares
-    sums, more = (shares.flatten(2, 3) @ values).unflatten(2, shape), None
-    if past is not None:
-        less = functional.pad(top.flatten(2, 3)[0].float(), (0, 0, 0, blocks.shape[2] - shape.numel()))
-        blocks = elementwise(torch.exp_, blocks.sub_(less[:, None]))
-        totals = blocks.sum(-1, keepdim=True)
-        blocks = functional.dropout(blocks, how.dropout) if how.dropout else blocks
-        added = torch.bmm(blocks.flatten(0, 1), past.values.flatten(0, 1)).unflatten(0, past.keys.shape[:2])
-        in_order = (functools.reduce(torch.add, part.unbind(1)) for part in (added, totals))
-        more = [part[:, : shape.numel()].unflatten(1, shape)[None] for part in in_order]
-        sums, total = sums + more[0], total + more[1]
-    result = sums / total.clamp(min=torch.finfo(torch.float64).tiny)
-    if dtype != torch.float32 or how.dropout:
-        return result.to(dtype)
-    largest = query.norm(dim=-1, keepdim=True) * keys.norm(dim=-1).amax(-1)[..., None, None, None]
-    margin = NEAR * (8 + largest) * values.abs().amax((-1, -2))[..., None, None, None]
-    for b, g, r, n in near_middle(result, margin).any(-1).nonzero().tolist():
-        visible = shares[b, g, r, n] > 0
-        part = [bias.expand_as(shares)[b, g, r, n, visible] for bias in biases if bias.dtype != torch.bool]
-        of_keys = query[b, g, r, n], keys[b, g, visible], values[b, g, visible], part
-        of_past = [] if more is None else [part[b, g, r, n, None] for part in more]
-        sink = None if how.sinks is None else how.sinks[0, g, r, 0, 0]
-        result[b, g, r, n] = sorted_sums(*of_keys, how, top[b, g, r, n], sink, of_past)
-    return result.to(dtype)
+def _plan(mask: Any, bias: Any, shape: tuple[int, int, bool], limits: tuple[int, ...], device: Any) -> list[Piece]:
+    """The pieces of a call, which layers that are given the same mask share."""
+    if mask is None and bias is None:
+        return _plan_without_mask(shape, limits, device)
+    mask = _without_mask(*shape, device) if mask is None else mask
+    if bias is not None:
+        return _planned(_additive(mask[..., : shape[1]]) + bias[..., : shape[1]], *limits)
+    plans = vars(mask).setdefault("plans", {})
+    version = None if mask.is_inference() else mask._version
+    if version is None or (shape, limits, version) not in plans:
+        plans[shape, limits, version] = _planned(mask[..., : shape[1]], *limits)
+    return plans[shape, limits, version]
 
 
-def near_middle(result: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
-    """Which values in float64 lie so near to the middle of two in float32 that the order of a sum may decide."""
-    with torch.no_grad():
-        rounded = result.float()
-        beyond = torch.where(result > rounded, float("inf"), float("-inf")).float()
-        middle = (rounded.double() + torch.nextafter(rounded, beyond).double()) / 2
-        return ((result - middle).abs() < margin) & (result != 0)
+@functools.lru_cache(maxsize=4)
+def _plan_without_mask(shape: tuple[int, int, bool], limits: tuple[int, ...], device: Any) -> list[Piece]:
+    return _planned(_without_mask(*shape, device), *limits)
 
 
-def sorted_sums(query: Any, keys: Any, values: Any, biases: Any, how: How, top: Any, sink: Any, past: Any) -> Any:
-    """(e,) of one node, a query (d,), whose sums have an order of their own: that of the terms' sizes."""
-    shares = (sum(biases, how.capped((query * keys).sum(-1))) - top).exp()[:, None]
-    sums, totals = ([terms, *past[at : at + 1]] for at, terms in enumerate((shares * values, shares)))
-    totals = totals if sink is None else [*totals, (sink - top).exp()[None]]
-    return torch.cat(sums).sort(dim=0).values.sum(0) / torch.cat(totals).sort(dim=0).values.sum(0)
+def _without_mask(nodes: int, length: int, causal: bool, device: Any) -> torch.Tensor:
+    mask = torch.ones(1, 1, nodes, length, dtype=torch.bool, device=device)
+    return mask.tril(length - nodes) if causal else mask
+
+
+def _seen(mask: torch.Tensor) -> torch.Tensor:
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask
+
+
+def _additive(mask: torch.Tensor) -> torch.Tensor:
+    bias = mask.float() if mask.is_floating_point() else torch.zeros(mask.shape, device=mask.device)
+    return bias.masked_fill(~_seen(mask), -math.inf)
+
+
+def _planned(mask: torch.Tensor, most: int, block: int, window: int, shared: int) -> list[Piece]:
+    """Of a mask (B or 1, H or 1, N, L): pieces of at most so many nodes."""
+    nodes, length = mask.shape[2:]
+    # nodes of a tree, whose mask is additive, lie in front of the past
+    places = torch.arange(length, device=mask.device).roll(-nodes if mask.is_floating_point() else 0)
+    visible = _seen(mask).any(1)[..., places]  # (B or 1, N, L)
+    seen = visible.sum(-1)
+    early = ((seen - block // 3) // block).clamp(min=0) * (seen < (0 if mask.shape[1] > 1 else window))
+    kinds = early.where(seen - early * block < block + block // 3, -1)  # where a window is full nodes see other keys
+    alike = not early.any() and (kinds == kinds[0]).all() and int(visible.any(1).any(0).sum()) <= 2 * block
+    pieces = []
+    for row in [slice(None)] if len(visible) == 1 or alike else [slice(at, at + 1) for at in range(len(visible))]:
+        for kind in kinds[row].unique().tolist():
+            some, limit = (kinds[row][0] == kind).nonzero()[:, 0], 2 * block if kind >= 0 else length
+            for part, slots in _split(visible[row].any(0), some, max(kind, 0) * block, limit, most):
+                first, late = places[slots].tensor_split([max(kind, 0) * block])
+                ends = first[:1].tolist() + first[-1:].tolist()
+                whole = slice(ends[0], ends[1] + 1) if ends and ends[1] - ends[0] == len(first) - 1 else first
+                more = (0, -len(late) % block)
+                bias = functional.pad(_additive(mask[row][:, :, part][..., late]) * LOG2, more, value=-math.inf)
+                bias = bias.unflatten(-1, (-1, block)).unflatten(1, (-1, shared if mask.shape[1] > 1 else 1))
+                late = functional.pad(late, more, value=int(late[0]))
+                pieces.append(Piece(row, part, whole, late, bias.movedim(-2, 2), kind >= 0))
+    return pieces
+
+
+def _split(
+    visible: torch.Tensor, nodes: torch.Tensor, early: int, limit: int, most: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Nodes that share so many early keys and have few others, and the places of all keys that one of them sees."""
+    seen, of_first = visible[nodes].any(0).nonzero()[:, 0], visible[nodes[0]]
+    behind = int(of_first.nonzero()[early - 1, 0]) + 1 if early else 0
+    alike = (visible[nodes, :behind] == of_first[:behind]).all()
+    if len(nodes) > 1 and not (alike and len(nodes) <= most and len(seen) - early <= limit):
+        for half in nodes.chunk(2):
+            yield from _split(visible, half, early, limit, most)
+    elif len(seen):
+        yield nodes, seen
+
+
+def _over_blocks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, piece: Piece, how: How
+) -> torch.Tensor:
+    """(b, g, r, n, e) of scaled queries (b, g, r, n, d) over a piece's slots of keys and values (b, g, L, d or e)."""
+    shape, count, block = query.shape[2:4], query.shape[2:4].numel(), bias.shape[-1]
+    more = max(-count % 4, how.rows - count)
+    rows = functional.pad(query.flatten(2, 3), (0, 0, 0, more))[:, :, None]
+    parts = [slots for slots in (piece.early, piece.late) if isinstance(slots, slice) or len(slots)]
+    scores = [
+        rows @ _at(key, slots).float().contiguous().unflatten(2, (-1, block)).mT for slots in parts
+    ]  # (b, g, K, M, k) each
+    if how.softcap is not None:
+        scores = [elementwise(torch.tanh, part) * (how.softcap * LOG2) for part in scores]
+    scores[-1][:, :, :, :count].unflatten(3, shape).add_(bias)
+    top = functools.reduce(torch.maximum, [part.detach().amax((2, 4)) for part in scores])  # (b, g, M)
+    if how.sinks is not None:
+        sinks = functional.pad(how.sinks.expand(-1, *shape).flatten(1), (0, more))
+        top = top.maximum(sinks)
+    top = top.clamp(min=LEAST)
+    shares = [elementwise(torch.exp2_, part.sub_(top[:, :, None, :, None])) for part in scores]
+    values = [_with_ones(_at(value, slots)) for slots in parts]
+    wide = torch.float32 if how.in_order and piece.few else torch.float64
+    before, late, last, sums = _sums(shares, values, wide)
+    of_sinks = top.new_zeros(()) if how.sinks is None else elementwise(torch.exp2, sinks - top)
+    total = sums[..., -1] + of_sinks
+    if how.dropout:
+        sums = _sums([functional.dropout(part, how.dropout) for part in shares], values, wide)[-1]
+    found = sums[..., :-1] / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
+    if value.dtype == torch.float32 != wide and not how.dropout:
+        margin = NEAR * value.abs().amax()
+        near = ((found - margin).float() != (found + margin).float()) & (found != 0)
+        for b, g, m, e in near[:, :, :count].nonzero().tolist():
+            terms = ([before.expand_as(sums)[b, g, m, at], *(late[b, g, m] * last[b, g, :, at])] for at in (e, -1))
+            numerator, denominator = map(math.fsum, terms)
+            found.data[b, g, m, e] = numerator / (denominator + of_sinks.expand_as(top)[b, g, m].double())
+    return found[:, :, :count].unflatten(2, shape)
+
+
+def _at(stored: torch.Tensor, slots: Any) -> torch.Tensor:
+    """What lies in some slots, of keys or values (b, g, L, d or e)."""
+    return stored[:, :, slots] if isinstance(slots, slice) else stored.index_select(2, slots)
+
+
+def _with_ones(values: torch.Tensor) -> torch.Tensor:
+    """(b, g, l, e + 1) in float32, of which the last ones add shares."""
+    ones = torch.ones(*values.shape[:-1], values.shape[-1] + 1, device=values.device)
+    ones[..., :-1] = values
+    return ones
+
+
+def _sums(shares: list[torch.Tensor], values: list[torch.Tensor], wide: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Over early blocks (b, g, M, e + 1), late shares (b, g, M, l), late values (b, g, l, e + 1), and over all."""
+    late, last = shares[-1].movedim(2, 3).flatten(3).to(wide), values[-1].to(wide)
+    sums = late @ last
+    if len(shares) == 1:
+        return torch.zeros_like(sums), late, last, sums
+    blocks = shares[0] @ values[0].unflatten(2, (-1, shares[0].shape[-1]))
+    before = functools.reduce(torch.add, blocks.unbind(2))
+    return before, late, last, before + sums
 
 
 AttentionInterface.register(NAME, order_free)

@@ -62,26 +62,18 @@ def _decoder(plain: type[nn.Module]) -> Callable[..., Any]:
 
 
 def row_by_row(plain: type[nn.Module]) -> Callable[..., Any]:
-    """A forward in which all products and functions are exact."""
+    """A forward in which all products and functions are exact, and those that fold tokens into a state are others."""
+    run: Any = plain.forward
+    code: Any = inspect.unwrap(run)
+    called = set(EXACT_FORMS) & set(code.__code__.co_names) if inspect.isfunction(code) else ()
+    if called:  # the same code, which finds them by their names
+        names = {**code.__globals__, **{name: exactly(name, code.__globals__[name]) for name in called}}
+        run = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+        run.__kwdefaults__ = code.__kwdefaults__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with RowByRow():
-            return plain.forward(self, *args, **kwargs)
-
-    return forward
-
-
-def _mixer(plain: type[nn.Module]) -> Callable[..., Any]:
-    """The same code, which finds other functions by the names of those that fold tokens into a state."""
-    code = inspect.unwrap(plain.forward)
-    forms = {name: exactly(name, code.__globals__[name]) for name in EXACT_FORMS if name in code.__globals__}
-    names = {**code.__globals__, **forms}
-    other = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
-    other.__kwdefaults__ = code.__kwdefaults__
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with RowByRow():
-            return other(self, *args, **kwargs)
+            return run(self, *args, **kwargs)
 
     return forward
 
@@ -99,27 +91,23 @@ def make_exact(base: PreTrainedModel) -> None:
     base.set_attn_implementation(attention.NAME)
     base.set_experts_implementation("eager")
     for name, module in base.named_modules():
-        if (make := _how(module, decoder)) is None:
+        mixes = names_in_forward(module)[1] & set(EXACT_FORMS)
+        weights = (weight for weight in module._parameters.values() if weight is not None)
+        if module is decoder:
+            make: Make = _decoder
+        elif type(module).forward is nn.Linear.forward:
+            make = _linear
+        elif isinstance(module, BY_ITSELF[1:]):
+            make = _activation
+        elif mixes or any(weight.dim() > 1 for weight in weights) and not isinstance(module, nn.Embedding):
+            make = row_by_row  # also experts, routers, convolutions
+        else:
             continue
         if "forward" in vars(module):
             raise Inexact(f"{named(base, name)} has a forward of its own, as modules that are offloaded have")
-        if base.dtype == torch.float32 and names_in_forward(module)[1] & set(RECURRENT):
+        if base.dtype == torch.float32 and mixes & set(RECURRENT):
             raise Inexact(f"{named(base, name)} keeps a state, for which it has to be in bfloat16 or float16")
         module.__class__ = changed(type(module), make)
-
-
-def _how(module: nn.Module, decoder: nn.Module) -> Make | None:
-    """How the forward of a module is to be changed."""
-    if module is decoder:
-        return _decoder
-    if type(module).forward is nn.Linear.forward:
-        return _linear
-    if isinstance(module, BY_ITSELF[1:]):
-        return _activation
-    if names_in_forward(module)[1] & set(EXACT_FORMS):
-        return _mixer
-    wide = any(parameter is not None and parameter.dim() > 1 for parameter in module._parameters.values())
-    return row_by_row if wide and not isinstance(module, nn.Embedding) else None  # experts, routers, convolutions
 
 
 def named(base: PreTrainedModel, name: str) -> str:

@@ -11,35 +11,21 @@ Shapes: M rows, K features in, N out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 SIZES = (*range(1, 10), 11, 12, 13, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 256)  # rows that are tried
-FEW = (1, 2, 3, 4, 5, 7, 8, 12, 16, 17, 32, 64)  # with a weight that is LARGE
+FEW = (1, 2, 3, 4, 7, 8, 16, 32, 64)  # with a weight that is LARGE
 LARGE, LARGEST = 1 << 23, 1 << 28  # numbers in a weight; of one that is LARGEST no other is made
 WHOLE = (256, 64, 16, 4, 1)  # rows at a time, with which others are compared
 ELEMENTS = 1 << 15  # up to which an elementwise function runs in one thread
 EVEN = 64  # numbers that it takes at a time; of the rest some are computed in another way
 
 
-class Rows(NamedTuple):
-    """Numbers of rows that agree, all from `any_from` up to `most`, which are run at a time."""
-
-    agree: frozenset[int]
-    any_from: int
-    most: int
-
-    def of(self, count: int) -> int:
-        """The least number that agrees and is not less."""
-        if count >= self.any_from or count in self.agree:
-            return count
-        return min((size for size in self.agree if size > count), default=self.any_from)
-
-
-TRIED: dict[Any, Rows] = {}
+TRIED: dict[Any, tuple[int, int]] = {}
 Product = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
@@ -53,49 +39,29 @@ def batched(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch
     return torch.bmm(torch.stack([rows] * 2), both)[1]
 
 
-def agreeing(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> Rows:
-    """Which numbers of rows (..., K) give a row the same bits, with a weight of this shape; tried once."""
+def agreeing(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> tuple[int, int]:
+    """From how many rows (..., K) on, and up to how many, all give a row the same bits; tried once for a shape."""
     device = weight.device
     cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     key = (weight.shape, weight.dtype, inputs.dtype, bias is None, run, torch.get_num_threads(), device, cast)
     return TRIED.get(key) or TRIED.setdefault(key, _try(inputs, weight, bias, run))
 
 
-def product(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product = functional.linear) -> torch.Tensor:
-    """`run` of inputs (..., K), a weight (N, K) or (K, N) and a bias (N,): (..., N)."""
-    count, rows = inputs.numel() // max(inputs.shape[-1], 1), agreeing(inputs, weight, bias, run)
-    if (
-        count <= rows.most
-        and (inputs.dim() == 2 or run is functional.linear)
-        and rows.of(count) == count
-        and inputs.is_contiguous()
-    ):
-        return run(inputs, weight, bias)
-    flat = inputs.reshape(-1, inputs.shape[-1]).contiguous()
-    if count > rows.most:
-        out = torch.cat([product(part, weight, bias, run) for part in flat.split(rows.most)])
-    else:
-        out = run(functional.pad(flat, (0, 0, 0, rows.of(count) - count)), weight, bias)[:count]
-    return out.view(*inputs.shape[:-1], out.shape[-1])
-
-
 @torch.no_grad()
-def _try(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> Rows:
-    """Which numbers of rows agree."""
+def _try(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> tuple[int, int]:
     sizes, generator = FEW if weight.numel() >= LARGE else SIZES, torch.Generator().manual_seed(0)
     half = torch.randn(max(sizes), (inputs.shape[-1] + 1) // 2, generator=generator).to(inputs)
     rows = torch.cat([half, half], dim=1)[:, : inputs.shape[-1]].contiguous()
     if weight.numel() < LARGEST:
         bias = None if bias is None else torch.zeros_like(bias)
         weight = _cancelling(weight, run in (times, batched), generator)
-    for whole in (size for size in WHOLE if size <= max(sizes)):
-        of_all, turned = run(rows[:whole], weight, bias), rows[:whole].roll(whole // 3 + 1, 0)
-        parts = {size: slice((whole - size) // 3, (whole - size) // 3 + size) for size in sizes if size <= whole}
-        agree = {size for size, at in parts.items() if same(run(rows[at], weight, bias), of_all[at])}
-        if whole in agree and same(run(turned, weight, bias), of_all.roll(whole // 3 + 1, 0)):
+    for most in (size for size in WHOLE if size <= max(sizes)):
+        of_all, turned = run(rows[:most], weight, bias), rows[:most].roll(most // 3 + 1, 0)
+        if most == 1 or same(run(turned, weight, bias), of_all.roll(most // 3 + 1, 0)):
             break
-    any_from = min(size for size in agree if size > max(parts.keys() - agree, default=0))
-    return Rows(frozenset(agree), any_from, whole)
+    parts = {size: slice((most - size) // 3, (most - size) // 3 + size) for size in sizes if size < most}
+    differing = [size for size, at in parts.items() if not same(run(rows[at], weight, bias), of_all[at])]
+    return min(size for size in sizes if size > max(differing, default=0)), most
 
 
 def _cancelling(weight: torch.Tensor, turned: bool, generator: torch.Generator) -> torch.Tensor:
@@ -106,6 +72,33 @@ def _cancelling(weight: torch.Tensor, turned: bool, generator: torch.Generator) 
     return torch.empty_like(weight).copy_(both.T if turned else both)
 
 
+@torch.no_grad()
+def adds_in_order(weight: torch.Tensor, count: int) -> bool:
+    """Whether products of rows with a weight (K, N) add one term after another, so that zeros change nothing."""
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = (
+        torch.rand(*shape, generator=generator).to(weight) for shape in ((count, len(weight)), weight.shape)
+    )
+    for part in (2, 3, 7, 50):
+        kept = torch.arange(part, part + len(weight)) % part > 0
+        zeros = int((~kept).sum())
+        fewer = functional.pad(rows[:, kept], (0, zeros)), functional.pad(weight[kept], (0, 0, 0, zeros))
+        if not same(batched(rows * kept.to(rows), weight), batched(*fewer)):
+            return False
+    return True
+
+
+def product(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product = functional.linear) -> torch.Tensor:
+    """`run` of inputs (..., K), a weight (N, K) or (K, N) and a bias (N,): (..., N)."""
+    count, (least, most) = inputs.numel() // max(inputs.shape[-1], 1), agreeing(inputs, weight, bias, run)
+    if least <= count <= most and (inputs.dim() == 2 or run is functional.linear) and inputs.is_contiguous():
+        return run(inputs, weight, bias)
+    parts = inputs.reshape(-1, inputs.shape[-1]).contiguous().split(most)
+    outputs = [run(functional.pad(part, (0, 0, 0, max(least - len(part), 0))), weight, bias) for part in parts]
+    out = torch.cat([output[: len(part)] for output, part in zip(outputs, parts)])
+    return out.view(*inputs.shape[:-1], out.shape[-1])
+
+
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether all bits are equal."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
@@ -113,12 +106,11 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def elementwise(function: Callable[..., torch.Tensor], inputs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """A function of each number, which is computed in the same way wherever it stands."""
-    count = inputs.numel()
-    one_thread = count <= ELEMENTS or torch.get_num_threads() == 1
-    if count % EVEN == 0 and one_thread and inputs.is_contiguous():
+    one_thread = inputs.numel() <= ELEMENTS or torch.get_num_threads() == 1
+    if inputs.numel() % EVEN == 0 and one_thread and inputs.is_contiguous():
         return function(inputs, *args, **kwargs)
-    filled = functional.pad(inputs.reshape(-1), (0, -count % EVEN))
-    return torch.cat([function(part, *args, **kwargs) for part in filled.split(ELEMENTS)])[:count].view(inputs.shape)
+    filled = functional.pad(inputs.reshape(-1), (0, -inputs.numel() % EVEN)).split(ELEMENTS)
+    return torch.cat([function(part, *args, **kwargs) for part in filled])[: inputs.numel()].view(inputs.shape)
 
 
 class RowByRow(TorchFunctionMode):

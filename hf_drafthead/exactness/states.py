@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_drafthead.bases import releases
 from hf_drafthead.bases.mixers import TREE_FORMS
 from hf_drafthead.bases.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
 from hf_drafthead.bases.mixers.layer import AcceptedPath, Mixer, Nodes, TreeTables
@@ -55,13 +56,12 @@ class Kept(torch.Tensor):
         return self
 
 
-def in_chunks(form: Callable[[slice, Text], torch.Tensor], kind: Mixer, state: torch.Tensor, count: int, channels: int):
-    """What a form gives of all tokens, chunk by chunk, and the state behind them."""
+def in_chunks(form: Callable[..., Any], kind: Mixer, state: Any, tokens: dict[str, Any], channels: int = 0) -> Any:
+    """What a form gives of what is of each token (B, T, ...), chunk by chunk, and the state behind them."""
     outputs = []
-    for start in range(0, count, CHUNK):
-        part = slice(start, min(start + CHUNK, count))
-        text = Text(state, part.stop - start, channels)
-        outputs.append(form(part, text))
+    for parts in zip(*(tensor.split(CHUNK, dim=1) for tensor in tokens.values())):
+        text = Text(state, parts[0].shape[1], channels)
+        outputs.append(form(text, **dict(zip(tokens, parts)))[0])
         state = text.folded(kind)
     return torch.cat(outputs, dim=1), state.as_subclass(Kept)
 
@@ -71,18 +71,15 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As transformers' functions: outputs (B, T, H, v) and, if asked for, the state (B, H, k, v)."""
-    (rows, count, heads, wide), (key_heads, size) = value.shape, key.shape[2:]
-    if initial_state is None:
-        initial_state = value.new_zeros(rows, heads, size, wide)
-
-    def form(part: slice, text: Any) -> torch.Tensor:
-        inputs: Any = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-        inputs = {name: tensor[:, part] for name, tensor in inputs.items()}
-        normed = use_qk_l2norm_in_kernel
-        return delta_rule_of_nodes(**inputs, initial_state=text, use_qk_l2norm_in_kernel=normed)[0]
-
+    (rows, _count, heads, wide), (key_heads, size) = value.shape, key.shape[2:]
+    state = value.new_zeros(rows, heads, size, wide) if initial_state is None else initial_state
     channels = 2 * key_heads * size + heads * wide  # queries, keys and values side by side
-    outputs, state = in_chunks(form, DeltaRule(g.dim() == 4), initial_state, count, channels)
+
+    def form(text: Any, **tokens: Any) -> Any:
+        return delta_rule_of_nodes(**tokens, initial_state=text, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+
+    tokens = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    outputs, state = in_chunks(form, DeltaRule(g.dim() == 4), state, tokens, channels)
     return outputs, state if output_final_state else None
 
 
@@ -91,14 +88,12 @@ def chunk_scan(
     return_final_states: bool = False, z: Any = None, **more: Any,
 ) -> Any:  # fmt: skip
     """As `mamba_chunk_scan_combined`: (B, T, H, P), and the state (B, H, P, n) if asked for."""
-    rows, count, heads, size = hidden_states.shape
+    rows, _count, heads, size = hidden_states.shape
     state = hidden_states.new_zeros(rows, heads, size, B.shape[-1]) if initial_states is None else initial_states
-
-    def form(part: slice, text: Any) -> torch.Tensor:
-        x, steps = hidden_states[:, part], dt[:, part]
-        return scan_nodes(x, steps, A, B[:, part], C[:, part], initial_states=text, **more)[0]
-
-    outputs, state = in_chunks(form, StateSpace(), state, count, 0)
+    tokens = {"hidden_states": hidden_states, "dt": dt, "B": B, "C": C}
+    outputs, state = in_chunks(
+        lambda text, **part: scan_nodes(**part, A=A, initial_states=text, **more), StateSpace(), state, tokens
+    )
     outputs = outputs if z is None else outputs * nn.functional.silu(z)
     return (outputs, state) if return_final_states else outputs
 
@@ -129,18 +124,14 @@ def convolve_token(
 
 
 RECURRENT: dict[str, Callable[..., Any]] = {
-    "torch_chunk_gated_delta_rule": delta_rule,
-    "torch_recurrent_gated_delta_rule": delta_rule,
-    "chunk_kimi_delta_attention": delta_rule,
-    "recurrent_kimi_delta_attention": delta_rule,
-    "mamba2_chunk_scan": chunk_scan,
-    "mamba2_selective_state_update": scan_token,
+    releases.DELTA_RULE: delta_rule,
+    releases.DELTA_RULE_OF_ONE: delta_rule,
+    releases.BY_CHANNEL: delta_rule,
+    releases.BY_CHANNEL_OF_ONE: delta_rule,
+    releases.SCANS: chunk_scan,
+    releases.SCANS_ONE: scan_token,
 }
-EXACT_FORMS: dict[str, Callable[..., Any]] = {
-    **RECURRENT,
-    "causal_conv1d_fn": convolve_text,
-    "causal_conv1d_update": convolve_token,
-}
+EXACT_FORMS = {**RECURRENT, releases.CONVOLVES: convolve_text, releases.CONVOLVES_ONE: convolve_token}
 EXACT_FORMS["mamba2_split_conv1d_scan_combined"] = lambda *_, **__: None  # a kernel of all, for training
 
 
@@ -150,7 +141,7 @@ def exactly(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def either(*args: Any, **kwargs: Any) -> Any:
         of_nodes = any(isinstance(value, Nodes) for value in (*args, *kwargs.values()))
-        forms: dict[str, Callable[..., Any]] = TREE_FORMS if of_nodes else EXACT_FORMS
+        forms: dict[str, Any] = TREE_FORMS if of_nodes else EXACT_FORMS
         return forms[name](*args, **kwargs)
 
     return either
