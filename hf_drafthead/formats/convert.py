@@ -4,9 +4,10 @@ import copy
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,8 @@ def convert_checkpoint(
     config = None
     if folder is not None or base_model is not None or heads.base is not None or heads.base_inside:
         config = _config_of(file, heads, base_model, base_revision, fetch)
+        named: Any = config.base_model_name_or_path
+        heads.notes += _compare_copies(name, heads, named, config.base_model_revision or base_revision)
     if folder is not None and config is not None:
         with new_folder(folder) as staged:
             if heads.base_inside:
@@ -142,8 +145,9 @@ def converted(
     base_revision: str | None = None,
     fields: Mapping[str, Any],
     hub: Mapping[str, Any],
-) -> tuple[DraftHeadConfig, dict[str, Tensor], dict[str, Any]]:
-    """Config, tensors and generation settings of heads of another project, for `from_pretrained(convert=True)`.
+) -> tuple[DraftHeadConfig, dict[str, Tensor], dict[str, Any], Callable[[nn.Module], list[str]]]:
+    """Config, tensors and generation settings of heads of another project, for `from_pretrained(convert=True)`; and
+    what compares them with their base when that is loaded, and returns notes.
 
     Raises OSError and ValueError as `convert_checkpoint`, and where the heads are of another family than model_class.
     """
@@ -156,7 +160,7 @@ def converted(
     for note in heads.notes:
         logger.warning_once(f"{source!r}: {note}")
     tensors = {f"drafter.{key}": tensor.tensor() for key, tensor in heads.tensors.items()}
-    return config, tensors, {"draft_tree": heads.tree}
+    return config, tensors, {"draft_tree": heads.tree}, partial(_compare_copies, source, heads)
 
 
 def _read(file: Source, layout: Layout, fields: Mapping[str, Any], hub: Mapping[str, Any]) -> Heads:
@@ -209,7 +213,6 @@ def _config_of(file: Source, heads: Heads, base: Base, base_revision: str | None
         if (ours := getattr(heads, field_name)) not in (None, theirs):
             what = f"were trained for a base of {words} {ours}; the base {called!r} has {theirs}"
             raise ValueError(f"the heads at {name!r} {what}: {GIVE_BASE}.")
-    _check_copies(name, heads, base if isinstance(base, nn.Module) else called, called, commit or base_revision)
     config: Any = heads.model_class.config_class(
         base_config=base_config,
         base_model_name_or_path=full_name(base_name) if base_name else None,
@@ -245,16 +248,18 @@ def _try_to_guess(name: str, drafter: Any, config: Any) -> None:
     del drafter.__dict__["embed"]
 
 
-def _check_copies(name: str, heads: Heads, base: str | nn.Module, called: str, revision: str | None) -> None:
-    """Compare the base's tensors that the file holds a copy of with the base's own, where these are at hand."""
+def _compare_copies(name: str, heads: Heads, base: str | nn.Module, revision: str | None = None) -> list[str]:
+    """Compare the base's tensors that the file holds a copy of with the base's own; notes on those not at hand."""
+    notes = []
     for which, stored in heads.copies.items():
         original = base_tensor(base, which, revision)
         if original is None:
-            what = f"the {which} in the file were not compared with the base's"
-            heads.notes.append(f"{what}: its weights are not on this machine.")
+            notes.append(f"the {which} in the file were not compared with the base's: it has no such weights here.")
         elif not same_values(stored, original):
+            called = base if isinstance(base, str) else base.name_or_path or type(base).__name__
             what = f"holds {which} that are not those of the base {called!r}, as heads for another base do"
             raise ValueError(f"{name!r} {what}: {GIVE_BASE}.")
+    return notes
 
 
 def _open(name: str) -> str:

@@ -31,7 +31,7 @@ OF_THIS_PLACE = ("is_local", "local_files_only", "name_or_path", "cache_dir", "t
 def stage_model(model: DraftHeadPreTrainedModel, folder: Path, target: Target) -> list[str]:
     """Save a model in an empty folder, with files of the checkpoint that its heads came from; notes on the others."""
     how: dict[str, Any] = {"include_base": target.include_base, "max_shard_size": target.max_shard_size}
-    model.save_pretrained(folder, include_tokenizer=False, **how)
+    model.save_pretrained(folder, **how)
     notes = []
     source = _loaded_from(model, target.token)
     if source is not None:
@@ -52,7 +52,7 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
     files, behind = sort_files(source)
     if target.include_base and not config.base_included:
         model: Any = BY_MODEL_TYPE[config.model_type].from_pretrained(source, dtype="auto", token=token)
-        model.save_pretrained(folder, include_base=True, include_tokenizer=False, max_shard_size=target.max_shard_size)
+        model.save_pretrained(folder, include_base=True, max_shard_size=target.max_shard_size)
         files = {name: path for name, path in files.items() if not _is_weights(name)}
     for name, path in files.items():
         copy = folder / name

@@ -29,8 +29,6 @@ from hf_drafthead.modeling.adapters import (
 )
 from hf_drafthead.modeling.base_model import (
     change_of_base,
-    copy_tokenizer,
-    has_tokenizer,
     is_local,
     quantizer_of,
     replacing,
@@ -80,7 +78,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         *,
         include_base: bool | None = None,
         base_model: str | os.PathLike | None = None,
-        include_tokenizer: bool = True,
         **kwargs: Any,
     ) -> None:
         """Save the heads, and the name of their base; a base that is not the named one any more lies beside them.
@@ -95,7 +92,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             state_dict: save these tensors instead of the model's own.
             include_base: whether the base lies beside the heads, whatever was found out about it.
             base_model: the name of the base that others are to load, in the place of the one of this model.
-            include_tokenizer: copy the base's tokenizer, if it is on this machine and the folder has none.
             kwargs: as in transformers (`max_shard_size`, ...).
 
         Raises:
@@ -133,9 +129,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             super(DraftHeadPreTrainedModel, saved).save_pretrained(new, is_main_process=is_main_process, **how)
             if is_main_process and nothing:  # transformers writes no file then, and heads without one are damaged
                 save_file({}, new / WEIGHTS, {"format": "pt"})
-            if is_main_process and include_tokenizer:
-                for place in [new / BASE_FOLDER] * beside + [new] * (not has_tokenizer(folder)):
-                    self._save_tokenizer(place)
         if beside and os.path.realpath(self.config.base_model_name_or_path or "") == os.path.realpath(folder):
             self.config.base_included = True  # its name is now that of the heads
 
@@ -163,8 +156,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             return "it has no name"
         if is_missing_folder(name) or self._as_loaded is None:
             return f"there is no {name!r}"
-        place = os.path.realpath(os.path.join(name, config.base_subfolder or ""))
-        if folder is not None and place in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
+        if folder is not None and os.path.realpath(name) in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
             return "its files are where the model is saved"
         for parameter, tensor in base.named_parameters():
             if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
@@ -224,16 +216,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             elsewhere = of is not None and not stored.base_included and not is_local(of, folder.parent)
             save_adapters(base, folder, of if elsewhere else None, stored.base_model_revision)
 
-    def _save_tokenizer(self, folder: Path) -> None:
-        """Copy the base's tokenizer, if it is on this machine."""
-        name, config = str(getattr(self.base, "name_or_path", "") or ""), self.config
-        of_record = name == config.base_model_name_or_path
-        hub = {"revision": (of_record and config.base_model_revision) or "main", "local_files_only": True}
-        try:
-            copy_tokenizer(name, folder, config.base_gguf_file if of_record else None, hub)
-        except (OSError, ValueError) as error:
-            logger.warning_once(f"the tokenizer of the base is not saved with its heads: {error}")
-
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch; a Trainer that goes on from a checkpoint gets its base back as well, where it was saved."""
         result = super().load_state_dict(state_dict, strict, assign)
@@ -252,16 +234,13 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     def load_adapter(  # type: ignore[override]
         self, peft_model_id: str | os.PathLike, adapter_name: str = "default", **kwargs: Any
     ) -> None:
-        """Load an adapter of PEFT onto the base.
+        """Load an adapter of PEFT onto the base, from its folder or Hub id.
 
         Args:
-            peft_model_id: folder or Hub id of the adapter.
-            adapter_name: under which the base has it.
             kwargs: of the download, `adapter_kwargs` with such ones, and `is_trainable`, as in transformers.
 
         Raises:
             OSError: there is no adapter.
-            TypeError: other arguments of transformers' `load_adapter`.
             ValueError: the adapter is not one for this model, or the base has one of this name.
         """
         trainable = bool(kwargs.pop("is_trainable", False))

@@ -274,8 +274,7 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
         return True
     if not name or is_missing_folder(name):
         return False
-    quiet = {**hub, "_raise_exceptions_for_connection_errors": not hub.get("local_files_only")}
-    if gguf_file is None and not any(fetch_file(name, file, quiet) for file in TOKENIZER_FILES):
+    if gguf_file is None and not any(fetch_file(name, file, hub) for file in TOKENIZER_FILES):
         return False
     try:
         load_tokenizer(name, gguf_file, **hub).save_pretrained(folder)
@@ -321,8 +320,7 @@ def change_of_base(
     name, own = str(config.base_model_name_or_path), tensors_of(base)
     if others := sorted(set(own) ^ set(as_loaded)):
         return f"{others[0]} came or went"
-    folder = Path(name, config.base_subfolder or "")
-    if folder.is_dir() and not any(file.suffix in WEIGHT_SUFFIXES for file in folder.iterdir()):
+    if os.path.isdir(name) and not any(file.suffix in WEIGHT_SUFFIXES for file in Path(name).iterdir()):
         return f"there are no weights in {name!r}"
     hub: dict[str, Any] = {"revision": config.base_model_revision or "main", "subfolder": config.base_subfolder or ""}
     hub["local_files_only"] = True
@@ -331,7 +329,7 @@ def change_of_base(
         fields, _ = PreTrainedConfig.get_config_dict(name, **hub)
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
-        if quantizer_of(base) is None:
+        if quantizer_of(base) is None and config.base_gguf_file is None:
             files = checkpoint_files(name, hub)
     rest = {**own, **given}
     for file in files:
@@ -409,6 +407,9 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
         undo.pop_all()
         for place in {folder / file.parent for file in files}:
             _remove_earlier(place, {file.name for file in files if folder / file.parent == place})
+        for adapter in folder.glob(f"*/*/{ADAPTER_CONFIG_NAME}"):  # which the base of before had
+            if adapter.relative_to(folder) not in files and any(file.parts[0] == adapter.parts[-3] for file in files):
+                shutil.rmtree(adapter.parent)
 
 
 def _keep(file: Path, former: Path) -> None:

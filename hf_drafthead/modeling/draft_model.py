@@ -312,27 +312,21 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         self.drafter.model = loaded.eval() if not self.training else loaded
 
     @classmethod
-    def _heads_alone(
-        cls: type[WithDraftModel],
-        path: str,
-        config: DraftHeadConfig,
-        tensors: Mapping[str, Tensor] | None,
-        hub: Mapping[str, Any],
-    ) -> tuple[WithDraftModel, dict[str, Tensor]]:
-        ours = cast(DraftModelConfig, config)
-        name = ours.draft_model_name_or_path
+    def _stored(cls, path: str, config: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+        name = config.draft_model_name_or_path
         if name and os.path.isdir(beside := os.path.join(path, name)):
-            ours.draft_model_name_or_path = name = full_name(beside)
-        if tensors is None and not ours.draft_included:  # as earlier releases wrote it
-            if not name:
-                raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
-            fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
-            draft = load_draft(name, ours.draft_model_revision, fetch)
-            tensors = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
-            if ours.shared_vocabulary < ours.get_text_config().vocab_size:
-                tensors["drafter.draft_tokens"] = torch.arange(ours.shared_vocabulary)
-            ours.draft_included = True
-        return super()._heads_alone(path, config, tensors, hub)
+            config.draft_model_name_or_path = name = full_name(beside)
+        if config.draft_included:
+            return super()._stored(path, config, hub)
+        if not name:
+            raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
+        fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
+        draft = load_draft(name, config.draft_model_revision, fetch)
+        tensors = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
+        if config.shared_vocabulary < config.get_text_config().vocab_size:
+            tensors["drafter.draft_tokens"] = torch.arange(config.shared_vocabulary)
+        config.draft_included = True
+        return tensors
 
     def _init_weights(self, module: nn.Module) -> None:
         # What the draft model computes instead of storing it, it knows itself; its parameters are there already.

@@ -5,16 +5,13 @@ A checkpoint's files are JSON and safetensors. Nothing in them is executed or un
 
 import json
 import os
-import pickle
 import reprlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import cached_file
 
 MAX_JSON = 2 * 2**20  # bytes; the largest configs of the Hub have some 100 kB
 MAX_HEADER = 4 * 2**20  # bytes; a tensor takes some 100, and no file of a model is known to hold 30,000
@@ -43,28 +40,14 @@ def read_json(file: str | os.PathLike) -> dict[str, Any]:
     return fields
 
 
-def read_ranking(tokens: str | os.PathLike | Sequence[int], **hub: Any) -> list[int]:
-    """Token ids, the most frequent first, given or in a file: JSON, safetensors, or as `torch.save` writes a list."""
+def read_ranking(tokens: str | os.PathLike | Sequence[int]) -> list[int]:
+    """Token ids, the most frequent first, given or in a JSON file."""
     ids: Any = tokens
     if isinstance(tokens, (str, os.PathLike)):
-        name = os.fspath(tokens)
-        if not os.path.isfile(name) and name.count("/") == 2 and not name.startswith("/"):
-            repository, _, file = name.rpartition("/")
-            name = cached_file(repository, file, **hub) or name
         try:
-            if name.endswith((".pt", ".pth", ".bin")):
-                ids = torch.load(name, map_location="cpu", weights_only=True)
-            elif name.endswith(".safetensors"):
-                with open_tensors(name) as tensors:
-                    ids = tensors.get_tensor(*tensors.keys())
-            else:
-                ids = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (ValueError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise ValueError(
-                f"{os.fspath(tokens)!r} holds no ranking ({in_one_line(error)}): expected token ids, a list in JSON "
-                "or one tensor as .safetensors or .pt."
-            ) from None
-    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+            ids = json.loads(Path(tokens).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(tokens)!r} is no JSON ({error}): expected a list of token ids.") from None
     if not isinstance(ids, (list, tuple)) or not ids or not all(type(token) is int for token in ids):
         raise ValueError(
             f"draft_tokens is {shortened.repr(ids)}: expected token ids, frequent ones first, such as [11, 284, 13]."

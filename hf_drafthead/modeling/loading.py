@@ -211,9 +211,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         ours = HeadsGenerationConfig.of(getattr(self.base, "generation_config", None))
         ours._from_model_config = False  # such a config drops the settings that transformers does not know when loaded
         known = {*vars(GenerationConfig()), *DraftSettings.names()} - {"transformers_version"}
-        for name in sorted(known & set(stored)):
-            if not name.startswith("_") and stored[name] is not None:
-                setattr(ours, name, stored[name])
+        said = {name: stored[name] for name in known & set(stored) if name[0] != "_" and stored[name] is not None}
+        with _building(str(self.name_or_path)):
+            read = vars(HeadsGenerationConfig.from_dict(said))
+        ours.__dict__.update({name: read[name] for name in said})
         self.generation_config = ours
 
     @classmethod
@@ -269,7 +270,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             if config is not None:
                 raise ValueError("config= cannot be given with convert=True, which reads it from the layout: drop it.")
             fields = {name: kwargs.pop(name) for name in cls.config_class.heads_fields() & set(kwargs)}
-            config, tensors, settings = _formats().converted(
+            config, tensors, settings, compare = _formats().converted(
                 cls, path, base_model=base_model, base_revision=base_revision, fields=fields, hub=hub
             )
         else:
@@ -286,6 +287,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             base = model._from_inside(inside, settings, kwargs)
         else:
             base = model._take_base(path, base_model, base_revision, fetch, hub, kwargs)
+        for note in compare(base) if convert else ():
+            logger.warning_once(f"{path!r}: {note}")
         model.attach(base)
         model.drafter.check_values(path)
         model._take_generation_config(settings)
@@ -316,7 +319,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without a base, its drafter loaded by transformers; and tensors of a base that lie with the heads,
         as earlier releases wrote them."""
-        tensors = dict(read_tensors(path, hub) if tensors is None else tensors)
+        tensors = dict(cls._stored(path, config, hub) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
         inside = {name: tensors.pop(name) for name in of_base}
         blank = cls._blank(config, path)  # checked before it takes memory
@@ -327,8 +330,12 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             return blank.eval(), inside
         for holder in filter(None, (config, config.base_config)):  # of a base that is not here
             vars(holder).pop("quantization_config", None)
-        with _building(path):
-            return super().from_pretrained(None, config=config, state_dict=tensors, build_base=False), inside
+        return super().from_pretrained(None, config=config, state_dict=tensors, build_base=False), inside
+
+    @classmethod
+    def _stored(cls, path: str, config: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a checkpoint."""
+        return read_tensors(path, hub)
 
     @classmethod
     def _blank(cls: type[LoadedModel], config: DraftHeadConfig, path: str) -> LoadedModel:

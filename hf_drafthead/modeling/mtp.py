@@ -332,8 +332,7 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
             modules_from: folder or Hub id that holds the modules, if the base's own has lost them (a merge, quantized
                 weights, `save_pretrained`); False for fresh modules to train.
             draft_tokens: ids of tokens, the most frequent first, of which the first `draft_vocab_size` (by default
-                32000) are guessed among; or a file that holds them: JSON, as `hf-drafthead vocabulary` writes it, or
-                one tensor as .safetensors or .pt; also `org/name/file` on the Hub.
+                32000) are guessed among; or a JSON file that holds them, as `hf-drafthead vocabulary` writes it.
             kwargs: as for other families.
 
         Raises:
@@ -346,7 +345,7 @@ class MtpForCausalLM(DraftHeadPreTrainedModel):
         if modules_from and is_missing_folder(split_gguf(os.fspath(modules_from))[0]):
             raise OSError(f"there is no folder {os.fspath(modules_from)!r}: name one that holds the base's modules.")
         hub = {name: kwargs[name] for name in HUB_ARGUMENTS & set(kwargs)}
-        ranking = None if draft_tokens is None else read_ranking(draft_tokens, **hub)
+        ranking = None if draft_tokens is None else read_ranking(draft_tokens)
         if ranking is not None and kwargs.get("draft_vocab_size") is None:
             kwargs["draft_vocab_size"] = min(USUAL_VOCABULARY, len(ranking))
         model = super().from_base(base, **kwargs)

@@ -114,7 +114,7 @@ def save_whole(
     with writing(output):
         with replacing(output) as folder:
             tokenizer.save_pretrained(folder)
-            model.save_pretrained(output, state_dict=state_dict, include_tokenizer=False)
+            model.save_pretrained(output, state_dict=state_dict)
 
 
 def write_whole(file: Path, content: str | Iterable[bytes]) -> None:

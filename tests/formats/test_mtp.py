@@ -402,30 +402,10 @@ def test_the_draft_vocabulary_is_the_first_tokens_of_a_ranking(glm, tmp_path):
     assert model.drafter.draft_tokens.tolist() == [7, 3, 11]
     assert MtpForCausalLM.from_base(glm, draft_tokens=[4, 2]).drafter.draft_tokens.tolist() == [4, 2]
     no_ids = [(text, "expected token ids") for text in ('{"a": 1}', "[]")]
-    for wrong, message in (("[1, 2", "holds no ranking"), *no_ids):
+    for wrong, message in (("[1, 2", "is no JSON"), *no_ids):
         (tmp_path / "ranking.json").write_text(wrong)
         with pytest.raises(ValueError, match=message):
             MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "ranking.json")
-
-
-def test_a_ranking_may_be_a_file_as_others_publish_it(glm, tmp_path):
-    torch.save([7, 3, 11], tmp_path / "freq_3.pt")  # as FR-Spec's
-    torch.save(torch.tensor([7, 3, 11]), tmp_path / "tensor.pt")
-    save_file({"tokens": torch.tensor([7, 3, 11])}, tmp_path / "freq.safetensors")
-    for name in ("freq_3.pt", "tensor.pt", "freq.safetensors"):
-        assert MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / name).drafter.draft_tokens.tolist() == [7, 3, 11]
-    torch.save({"model": glm}, tmp_path / "code.pt")  # a path is no tensor
-    save_file({"one": torch.zeros(2), "two": torch.zeros(2)}, tmp_path / "two.safetensors")
-    (tmp_path / "cut.pt").write_bytes((tmp_path / "freq_3.pt").read_bytes()[:40])
-    for name in ("code.pt", "two.safetensors", "cut.pt"):
-        with pytest.raises(ValueError, match="holds no ranking .*: expected token ids, a list in JSON") as caught:
-            MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / name)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(OSError):
-        MtpForCausalLM.from_base(glm, draft_tokens="org/name/freq.pt", local_files_only=True)
-    save_file({"tokens": torch.tensor([0.5])}, tmp_path / "half.safetensors")
-    with pytest.raises(ValueError, match=r"draft_tokens is \[0.5\]: expected token ids"):
-        MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "half.safetensors")
 
 
 @pytest.mark.parametrize("model_class", [MtpForCausalLM, GemmaAssistantForCausalLM])

@@ -62,6 +62,7 @@ def test_responses_whole_and_as_a_stream(server, client):
 def test_heads_of_every_family_are_served_and_answer_two_at_a_time(family, folder, tmp_path):
     base = AutoModelForCausalLM.from_pretrained(folder.parent / "base")
     family.build(base).save_pretrained(tmp_path / "heads")
+    byte_tokenizer().save_pretrained(tmp_path / "heads")
     with in_process(tmp_path / "heads") as client:
 
         def ask(start: str) -> str:
@@ -85,8 +86,8 @@ def test_answers_are_one_text_whatever_the_generation_config_says(folder, tmp_pa
     base = AutoModelForCausalLM.from_pretrained(folder.parent / "base")
     base.generation_config.update(**form, top_k=1, stop_strings="n")
     base.save_pretrained(tmp_path / "base")
-    byte_tokenizer().save_pretrained(tmp_path / "base")
     FAMILIES[0].build(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "heads")
+    byte_tokenizer().save_pretrained(tmp_path / "heads")
     with in_process(tmp_path / "heads") as client:
         assert post(client, "completions", **SAID)["choices"][0]["text"] == ANSWER[:-2]
         assert '"error"' not in client.post("/v1/completions", json=SAID | {"stream": True}).text
