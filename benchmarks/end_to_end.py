@@ -37,14 +37,6 @@ LINE = "\n"
 DRAFT_MODEL = "draft-model"
 
 
-def bundled_assistant(folder: Path) -> Path:
-    """The zoo's draft model as a model of its own, for transformers' assisted decoding."""
-    model, tokenizer = load(zoo.path(DRAFT_MODEL), dtype=torch.float32)
-    model.drafter.model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
 def rows_of(measurements: list[Measurement]) -> list[str]:
     """One line per measurement and contender."""
     names = "batch|steps|tokens per step|base tokens/s|tokens/s|speedup|spread|over compiled|same text".split("|")
@@ -63,7 +55,7 @@ def rows_of(measurements: list[Measurement]) -> list[str]:
         for name, found in one.compared.items():
             if found is None:
                 continue
-            called = name.partition("=")[0].replace("assistant", "assisted").replace("-", " ")
+            called = name.partition("=")[0].replace("-", " ")
             lines.append(
                 f"| {called}, beside {one.family} | {one.batch_size} | | | "
                 f"{one.base_tokens_per_second:.0f} | {found['tokens_per_second']:.0f} | {found['speedup']:.2f} | | | "
@@ -103,16 +95,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8])
-    parser.add_argument("--assistant", help="for assisted decoding; default: the zoo's draft model")
     parser.add_argument("--without-compiled", action="store_true", help="where no C++ compiler is at hand")
     parser.add_argument("--uncaptured", action="store_true", help="also with steps that are not captured")
     parser.add_argument("--cards", action="store_true", help="keep each model's figures in its folder, for its card")
     parser.add_argument("--output", type=Path, default=HERE)
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    assistant = args.assistant or bundled_assistant(HERE.parent / ".zoo-build" / "assistant")
     compiled = [] if args.without_compiled else ["compiled"]
-    untrained = ["prompt-lookup", f"assistant={assistant}"]  # they depend on no heads: once is enough
+    untrained = ["prompt-lookup"]  # it depends on no heads: once is enough
     of_category: dict[str | None, list[Question]] = {}
     for prompt in read_questions(zoo.ASSETS / "prompts.jsonl"):
         of_category.setdefault(prompt.category, []).append(prompt)

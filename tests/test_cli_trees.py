@@ -73,19 +73,6 @@ def test_a_line_says_for_what_which_tree_and_how_fast():
     assert entry_in_words({**entry, "tree": []}) == first + nothing
 
 
-def test_prompts_that_the_heads_were_trained_on_are_named(run, folder, tmp_path):
-    prompts = ("--prompts", folder / "prompts.jsonl")
-    _, _, err = run(*prompts)
-    digest = stored(folder)[0]["measured"]["prompts_sha256"]
-    assert len(digest) == 64 and "trained on" not in err and "prompts_trained_on" not in stored(folder)[0]["measured"]
-    summary = folder / "medusa" / "training_summary.json"
-    for trained_on, named in ((digest, True), ("0" * 64, False)):
-        summary.write_text(json.dumps({"data_sha256": trained_on}))
-        code, _, err = run(*prompts)
-        assert code == 0 and ("the prompts are the data that the heads were trained on" in err) == named
-        assert stored(folder)[0]["measured"]["prompts_trained_on"] is named
-
-
 def test_a_dry_run_stores_nothing_and_the_base_can_write_the_prompts(run, folder):
     code, out, _ = run("--dry-run")
     assert code == 0 and "batch size 1, " in out and stored(folder) == []

@@ -22,14 +22,13 @@ PATH = re.compile(r"(?<![\w.:/~-])(?:file://)?(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s'\"
 METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
 
 
-def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, license: str | None = None) -> Path:
+def write_card(folder: Path, *, repo_id: str | None = None, license: str | None = None) -> Path:
     """Write README.md into a checkpoint's folder, from the facts in its files; the path of the card.
 
     Sections that a person wrote, and metadata that the facts do not determine, stay as they are. The same facts give
     the same bytes.
 
     Args:
-        model: the same checkpoint, loaded, if it is at hand: it knows the size of its base.
         repo_id: where it will be found; its folder's name by default.
         license: its id on the Hub; by default that of the existing card, or of the training summary.
 
@@ -37,7 +36,7 @@ def write_card(folder: Path, model: Any = None, *, repo_id: str | None = None, l
         OSError, ValueError: as `read_facts` does, or the existing card's metadata is no YAML.
     """
     folder = Path(folder)
-    facts = read_facts(folder, model)
+    facts = read_facts(folder)
     path = folder / "README.md"
     old = read_card(path) if path.is_file() else ModelCard("---\n{}\n---\n")
     repo_id = repo_id or folder.resolve().name

@@ -34,7 +34,6 @@ class Facts:
     family: str  # as the papers name it, `hydra++` and `amphista-alpha` included
     config: dict[str, Any]
     base: str | None  # its Hub id, None where the config gives a path
-    base_parameters: int | None
     fields: dict[str, Any]  # what the family's own config says
     parameters: int
     memory: int
@@ -48,12 +47,11 @@ class Facts:
     calibration: list[dict[str, Any]]
     training: dict[str, Any]
     accuracies: dict[int, list[float]]  # by k: how often head i has the true token among its best k
-    accuracy_run: dict[str, Any] | None  # that they are of, None if the training reported them
     runs: list[dict[str, Any]]  # what `hf-drafthead bench --json` wrote
     verifications: list[dict[str, Any]]  # what `hf-drafthead verify --json` did
 
 
-def read_facts(folder: Path, model: Any = None) -> Facts:
+def read_facts(folder: Path) -> Facts:
     """Read a checkpoint's config, generation config, summaries and the headers of its weights.
 
     Raises:
@@ -77,13 +75,11 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
     tree = static_tree(chosen, depth, vocabulary)
     tree_name = chosen if tree and isinstance(chosen, str) else None
     calibration = settings.get("calibration") or []
-    measured = min((run for run in runs if _accuracies(run)), key=_plainness, default=None)
     return Facts(
         folder=folder,
         family=family,
         config=config,
         base=named if is_hub_id(named, folder) else None,
-        base_parameters=_base_parameters(folder, named, model),
         fields={name: value for name, value in config.items() if name in shown_fields},
         **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
@@ -94,8 +90,7 @@ def read_facts(folder: Path, model: Any = None) -> Facts:
         settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
         calibration=[{**entry, **CalibrationKey.of_entry(entry)._asdict()} for entry in calibration],
         training=training,
-        accuracies=_accuracies(measured or {**training, **(training.get("held_out") or {})}),
-        accuracy_run=measured,
+        accuracies=_accuracies({**training, **(training.get("held_out") or {})}),
         runs=runs,
         verifications=[evaluation for evaluation in evaluations if "checks" in evaluation],
     )
@@ -163,24 +158,6 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
             slices = {key: tensors.get_slice(key) for key in tensors.keys()}
             headers |= {key: (tuple(piece.get_shape()), str(piece.get_dtype())) for key, piece in slices.items()}
     return headers
-
-
-def _base_parameters(folder: Path, named: str | None, model: Any) -> int | None:
-    """Parameters of the base, where it is at hand."""
-    if model is not None:
-        return int(model.base.num_parameters())
-    if named is None or not (folder / named).is_dir():
-        return None
-    try:
-        return sum(math.prod(shape) for shape, _ in tensor_headers(str(folder / named)).values())
-    except OSError:
-        return None
-
-
-def _plainness(run: dict[str, Any]) -> tuple[bool, bool]:
-    """The order in which runs are asked for accuracies: greedy ones first, of these the ones that round least."""
-    greedy = (run.get("settings") or {}).get("do_sample") is False
-    return not greedy, greedy and run.get("dtype") not in FULL_PRECISION
 
 
 def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:

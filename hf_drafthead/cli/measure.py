@@ -26,7 +26,7 @@ def run_bench(
     temperature: Annotated[str | None, string("0: greedy, the default; several: a curve.", "X[,X...]")] = None,
     seed: Annotated[int, count("Seed of the sampling.", 0)] = 0,
     lookup: Annotated[str | None, string("Tokens that a tree copies from the text, 0: none.", "N[,N...]")] = None,
-    compare: Annotated[str | None, string("prompt-lookup, assistant=PATH, compiled or none.", "NAME[,NAME...]")] = None,
+    compare: Annotated[str | None, string("prompt-lookup, compiled or none.", "NAME[,NAME...]")] = None,
     captured: Annotated[bool, flag("--captured", "Compile the heads' steps, as a static cache does.")] = False,
     tree: common.TreeOptions = None,
     settings: common.Settings = None,

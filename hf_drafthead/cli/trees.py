@@ -1,8 +1,6 @@
 """`hf-drafthead calibrate`, `costs` and `trees`: which draft tree is fastest here."""
 
-import json
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,40 +11,17 @@ from hf_drafthead.cli import common
 from hf_drafthead.cli.common import amount, count, flag, string
 
 
-@dataclass(frozen=True)
-class Search:
-    """The options of every command that looks for a tree: on which texts, and among which trees."""
-
-    prompts: Annotated[str | None, string("Prompts as for bench; without them the base writes some.", "FILE")] = None
-    batch_size: Annotated[str, string("Rows of a call; a tree for each.", "N[,N...]")] = "1"
-    max_nodes: Annotated[int, typer.Option(metavar="N", min=2, max=4096, help="Of a tree, the root included.")] = 100
-    temperature: Annotated[float, amount("Of the base's answers; 0 is greedy.")] = 0.0
-    max_new_tokens: Annotated[int, count("Tokens per answer, at most.", 2)] = 128
-    limit: Annotated[int, count("Only so many prompts, of all categories.")] = 48
-
-    def load(self, name: str, loading: common.Loading) -> tuple[Any, list[Any] | None]:
-        """A model, and the token ids of the prompts in the file; None without one."""
-        from hf_drafthead.evaluation.calls import batched, encode_all
-        from hf_drafthead.evaluation.questions import read_questions
-
-        questions = None if self.prompts is None else read_questions(self.prompts, limit=self.limit)
-        model, tokenizer = loading.load(name)
-        if questions is None:
-            return model, None
-        inputs = encode_all(model, tokenizer, batched(questions, 1), self.max_new_tokens)
-        return model, [prompt["input_ids"][0] for prompt in inputs]
-
-    def how(self) -> dict[str, Any]:
-        sizes: dict[str, Any] = {"max_nodes": self.max_nodes, "new_tokens": self.max_new_tokens}
-        return {**sizes, "temperature": self.temperature}
-
-
 @common.app.command("calibrate")
 @common.options_of_groups
 def run_calibrate(
     model: common.ModelName,
-    search: Search,
     loading: common.Loading,
+    prompts: Annotated[str | None, string("Prompts as for bench; without them the base writes some.", "FILE")] = None,
+    batch_size: Annotated[str, string("Rows of a call; a tree for each.", "N[,N...]")] = "1",
+    max_nodes: Annotated[int, typer.Option(metavar="N", min=2, max=4096, help="Of a tree, the root included.")] = 100,
+    temperature: Annotated[float, amount("Of the base's answers; 0 is greedy.")] = 0.0,
+    max_new_tokens: Annotated[int, count("Tokens per answer, at most.", 2)] = 128,
+    limit: Annotated[int, count("Only so many prompts, of all categories.")] = 48,
     captured: Annotated[bool, typer.Option("--captured/--eager", help="Compiled steps, as of static caches.")] = False,
     resume: Annotated[bool, flag("--resume", "Measure only batch sizes that have no entry yet.")] = False,
     dry_run: Annotated[bool, flag("--dry-run", "Show the trees, and store nothing.")] = False,
@@ -56,13 +31,20 @@ def run_calibrate(
     json_path: common.Json = None,
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
+    from hf_drafthead.evaluation.calls import batched, encode_all
+    from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.trees.calibrate import calibrate as measure
     from hf_drafthead.trees.timing import SLOW, dtype_advice
 
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
-    sizes = common.parse_numbers("--batch-size", search.batch_size, int)
-    loaded, texts = search.load(model, loading)
+    sizes = common.parse_numbers("--batch-size", batch_size, int)
+    questions = None if prompts is None else read_questions(prompts, limit=limit)
+    loaded, tokenizer = loading.load(model)
+    texts = None
+    if questions is not None:
+        inputs = encode_all(loaded, tokenizer, batched(questions, 1), max_new_tokens)
+        texts = [prompt["input_ids"][0] for prompt in inputs]
 
     def keep(entry: dict[str, Any]) -> None:
         if not dry_run:
@@ -70,17 +52,13 @@ def run_calibrate(
         if "stopped" in entry["measured"]:
             common.complain(f"{entry['measured']['stopped']}, so this is the fastest so far: {entry_in_words(entry)}")
 
-    about = {} if search.prompts is None else about_prompts(search.prompts, Path(model))
-    how = {**search.how(), "batch_sizes": sizes, "captured": captured, "resume": resume, "about": about}
+    how: dict[str, Any] = {"max_nodes": max_nodes, "new_tokens": max_new_tokens, "temperature": temperature}
+    how |= {"batch_sizes": sizes, "captured": captured, "resume": resume}
     how |= {"minutes": minutes, "notify": common.complain}
     entries = measure(loaded, texts, bar=common.bar, keep=keep, **how)
     common.say(*map(entry_in_words, entries))
     if any(entry["measured"]["speedup"] < SLOW for entry in entries) and (advice := dtype_advice(loaded.base)):
         common.complain(advice)
-    if about.get("prompts_trained_on"):
-        common.complain(
-            "the prompts are the data that the heads were trained on: expect fewer tokens per step on other text."
-        )
     common.write_json(json_path, {"entries": entries})
     if not all(entry["measured"]["identical"] for entry in entries):
         counts = f"`hf-drafthead verify {model}` counts near ties and faults"
@@ -89,19 +67,6 @@ def run_calibrate(
             common.say(f"in {dtype} some texts were not the base's own, as rounding makes it: {counts}.")
         else:
             common.complain(f"some text was not the base's own: {counts}.")
-
-
-def about_prompts(prompts: str, heads: Path) -> dict[str, Any]:
-    """The hash of a file of prompts, and whether the heads were trained on it, where their folder says on what."""
-    from hf_drafthead.data.rows import data_hash
-    from hf_drafthead.data.sources import read_rows
-
-    about: dict[str, Any] = {"prompts_sha256": data_hash(read_rows(prompts))}
-    summary = heads / "training_summary.json"
-    if summary.is_file():
-        trained_on = json.loads(summary.read_text(encoding="utf-8-sig")).get("data_sha256")
-        about["prompts_trained_on"] = trained_on == about["prompts_sha256"]
-    return about
 
 
 def entry_in_words(entry: dict[str, Any]) -> str:

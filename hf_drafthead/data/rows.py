@@ -55,18 +55,12 @@ def features() -> Any:
 
 def without_format(rows: Any) -> Any:
     """A data set whose rows are Python's own values, whatever library it was given a format for; anything else as is.
-
-    A transform of the user's stays: it makes the rows.
-    """
-    if has_transform(rows) or not hasattr(rows, "with_format"):
+    A ValueError for one whose rows are made by a function when they are read."""
+    if not hasattr(rows, "with_format"):
         return rows
+    if rows.format["type"] == "custom":
+        raise ValueError("the data has a transform, which is not applied here: apply it before, with Dataset.map.")
     return rows.with_format(None)
-
-
-def has_transform(rows: Any) -> bool:
-    """Whether a data set makes its rows by a function of the user's (`Dataset.with_transform`)."""
-    formatting = getattr(rows, "format", None)
-    return isinstance(formatting, Mapping) and formatting["type"] == "custom"
 
 
 def is_record(record: Any) -> bool:

@@ -17,18 +17,16 @@ from hf_drafthead.data.rows import (
     MAX_NESTING,
     as_row,
     features,
-    has_transform,
     is_record,
     without_format,
 )
-from hf_drafthead.data.texts import encoding_of, one_line
+from hf_drafthead.data.texts import UTF_8, one_line
 
 if TYPE_CHECKING:  # imported where it is used: a file of questions is read without it
     from datasets import Dataset
 
 TEXTS, RECORDS, TABLES = (".txt",), (".json", ".jsonl"), (".parquet", ".arrow")  # endings of files
 BLOCK_SIZE = 1 << 16  # characters of a text file that become one row, up to the end of the line
-MARK = "\N{ZERO WIDTH NO-BREAK SPACE}"  # the byte order mark, as text
 SAVED = ("state.json", "dataset_dict.json")  # one of which a folder of `save_to_disk` holds
 
 
@@ -66,8 +64,7 @@ def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple
 def uniform(rows: Dataset, name: str = "the data") -> Dataset:
     """Any data set in the form that `read_rows` gives; ValueError without any of the columns that are read."""
     rows = without_format(rows)
-    stored, wanted = rows.column_names, features()
-    columns = list(next(iter(rows), {})) if has_transform(rows) else stored
+    columns, wanted = rows.column_names, features()
     if set(columns) == set(wanted):
         return rows
     if not set(KNOWN) & set(columns):
@@ -76,10 +73,10 @@ def uniform(rows: Dataset, name: str = "the data") -> Dataset:
     read: Any = rows.map(
         lambda record, number: as_row(record, "", number),
         with_indices=True,
-        remove_columns=stored,
+        remove_columns=columns,
         features=wanted,
     )
-    return read.with_format(None) if has_transform(rows) else read  # type: ignore[no-any-return]
+    return read  # type: ignore[no-any-return]
 
 
 def files_of(path: Path) -> list[Path]:
@@ -104,7 +101,7 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
     too deeply."""
     place = ""
     try:
-        with open(path, encoding=encoding_of(path)) as file:
+        with open(path, encoding=UTF_8) as file:
             if path.endswith(TEXTS):
                 blocks = iter(lambda: file.readlines(BLOCK_SIZE), [])
                 yield from ((f"row {number}", {"text": "".join(lines)}) for number, lines in enumerate(blocks))
@@ -120,7 +117,7 @@ def records_of(path: str) -> Iterator[tuple[str, Any]]:
                 return
             for number, line in enumerate(file, start=1):
                 place = f"line {number}"
-                if line := line.strip().removeprefix(MARK):  # of a file that was put together of several
+                if line := line.strip():
                     yield place, readable(_parsed(line, path, place))
     except UnicodeError as error:
         reason = getattr(error, "reason", error)

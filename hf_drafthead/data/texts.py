@@ -1,6 +1,5 @@
 """Texts: where one is cut into a beginning that is given and a rest; which are fit to be asked as questions."""
 
-import codecs
 import hashlib
 import os
 import re
@@ -52,27 +51,13 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split("\n\n")[0].split()).rstrip(".")
 
 
-# the longer ones first: that of UTF-16 begins that of UTF-32
-MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF8: "utf-8-sig",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
-
-
-def encoding_of(path: str | os.PathLike) -> str:
-    """The encoding that a text file's byte order mark names, which editors and shells on Windows write; else UTF-8."""
-    with open(path, "rb") as file:
-        beginning = file.read(4)
-    return next((encoding for mark, encoding in MARKS.items() if beginning.startswith(mark)), "utf-8")
+UTF_8 = "utf-8-sig"  # without the byte order mark that editors on Windows write
 
 
 def read_text(path: str | os.PathLike) -> str:
     """A user's text file, without its byte order mark; ValueError where it is no text."""
     try:
-        return Path(path).read_text(encoding=encoding_of(path))
+        return Path(path).read_text(encoding=UTF_8)
     except UnicodeError as error:
         raise ValueError(f"{os.fspath(path)!r} is not UTF-8 text ({error}): convert it.") from None
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from hf_drafthead.bases.errors import out_of_memory
-from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.evaluation import calls
 from hf_drafthead.evaluation.calls import BASE, COMPILED, HEADS, Method, drafted, encode_turn, steps_of
@@ -24,7 +23,6 @@ from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.entries import is_calibrated
-from hf_drafthead.trees.rank_paths import rank_paths
 from hf_drafthead.trees.timing import SLOW, dtype_advice, time_interleaved
 
 INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"
@@ -108,27 +106,10 @@ class BenchRun:
     ) -> tuple[Round, list[str]]:
         """One turn of a batch, and the base's answers."""
         self._prepare(inputs)
-        device = self.model.base.device
-        peaks: dict[str, int] = {}  # of the GPU: the most that a process on a CPU has used says nothing of a method
         seed, self.seed = self.seed, self.seed + 1
-
-        def before() -> None:
-            torch.manual_seed(seed)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
-
-        def after(name: str) -> None:
-            if device.type == "cuda":
-                peaks[name] = max(peaks.get(name, 0), torch.cuda.max_memory_allocated(device))
-
-        def run(name: str) -> Any:
-            output = self.methods[name](inputs, self.settings)
-            if getattr(output, CACHE, None) is not None:
-                setattr(output, CACHE, None)  # else it would count as memory of the next method
-            return output
-
-        timed = {name: functools.partial(run, name) for name in self.methods}
-        outputs, seconds = time_interleaved(timed, self.repeats, device, before=before, after=after)
+        timed = {name: functools.partial(method, inputs, self.settings) for name, method in self.methods.items()}
+        begin = functools.partial(torch.manual_seed, seed)
+        outputs, seconds = time_interleaved(timed, self.repeats, self.model.base.device, before=begin)
         sequences = {name: getattr(output, "sequences", output) for name, output in outputs.items()}
         rows = {name: calls.new_rows(self.model, inputs, tokens, self.settings) for name, tokens in sequences.items()}
         finished = Round(
@@ -139,15 +120,13 @@ class BenchRun:
                     seconds=seconds[name],
                     tokens=sum(map(len, rows[name])),
                     identical=torch.equal(sequences[name], sequences[BASE]),
-                    peak_memory=peaks.get(name),
                 )
                 for name in self.methods
             },
             accepted=steps_of(outputs[HEADS]),
-            ranks=self._ranks(inputs, rows[BASE]),
             undrafted=int(not drafted(outputs[HEADS])),
         )
-        before()
+        begin()
         self.methods[HEADS](inputs, {**self.settings, "on_step": finished.note})
         if self.lossless and not finished.runs[HEADS].identical:
             settings = calls.as_tokens(self.model, self.settings, self.tokenizer)
@@ -167,17 +146,6 @@ class BenchRun:
             left_out = f"{question.where}: turn {turn + 1} is left out"
             self.notices.append(f"{left_out}, its {length} tokens leave no room in the base's positions.")
         return room
-
-    def _ranks(self, inputs: Mapping[str, torch.Tensor], rows: list[list[int]]) -> torch.Tensor | None:
-        """(M, K) at which each head had the base's own tokens, -1 behind its end; None of copies or short texts."""
-        prompts = [tokens[mask.bool()] for tokens, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
-        texts = [torch.cat([prompt, prompt.new_tensor(row)]) for prompt, row in zip(prompts, rows)]
-        if max(map(len, rows)) < 2 or self.model.drafter.copies is not None:
-            return None
-        prompt_lengths = inputs["attention_mask"].sum(1)
-        text_lengths = prompt_lengths + prompt_lengths.new_tensor([*map(len, rows)])
-        padded = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-        return rank_paths(self.model, padded, prompt_lengths, text_lengths).flatten(0, 1).cpu()
 
 
 def bench(

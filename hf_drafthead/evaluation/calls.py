@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig
+from transformers import CompileConfig
 
-from hf_drafthead.data.texts import frame, one_line
+from hf_drafthead.data.texts import frame
 from hf_drafthead.evaluation.questions import Question, need_template, text_of
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.rank_paths import PAD, TOKENS_ALONE, left_padded
 
 BASE, HEADS, COMPILED = "base", "heads", "compiled"
-PROMPT_LOOKUP, ASSISTANT = "prompt-lookup", "assistant"
+PROMPT_LOOKUP = "prompt-lookup"
 LOOKUP_TOKENS = 10  # guesses per step, as in the documentation of transformers
 CAPTURED = {"cache_implementation": "static"}  # settings under which the steps of draft heads are compiled
 
@@ -36,9 +36,9 @@ def decoding_methods(
     """The base, the heads, and other methods by name, in the order in which they are run.
 
     `acceptance` holds settings that only the heads are given; `prompt_lookup_num_tokens=0` copies nothing, whatever
-    the calibration says. `captured`: whether the heads' steps are compiled. `compare`: `prompt-lookup` and
-    `assistant=PATH`, which decode one prompt at a time; `compiled`, the base with a static cache under `torch.compile`;
-    else a ValueError.
+    the calibration says. `captured`: whether the heads' steps are compiled. `compare`: `prompt-lookup`,
+    which decodes one prompt at a time; `compiled`, the base with a static cache under `torch.compile`; else a
+    ValueError.
     """
     base, only_heads = model.base, {**(CAPTURED if captured else {}), **(acceptance or {})}
     if only_heads.get("prompt_lookup_num_tokens") == 0:
@@ -50,18 +50,14 @@ def decoding_methods(
         HEADS: lambda inputs, settings: draft(model, tree, inputs, {**settings, **only_heads}, tokenizer),
     }
     for name in compare:
-        kind, _, path = name.partition("=")
         if name == PROMPT_LOOKUP:
             more: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
         elif name == COMPILED:
             config = CompileConfig()
             config._compile_all_devices = True  # else only a GPU's forward is compiled
             more = {"cache_implementation": "static", "compile_config": config}
-        elif kind == ASSISTANT and path:
-            more = _assistant(base, tokenizer, path)
         else:
-            known = f"{PROMPT_LOOKUP}, {ASSISTANT}=PATH or {COMPILED}"
-            raise ValueError(f"--compare {name!r} is not known: expected {known}.")
+            raise ValueError(f"--compare {name!r} is not known: expected {PROMPT_LOOKUP} or {COMPILED}.")
         methods[name] = _of_base(base, tokenizer, more)
     return methods
 
@@ -69,18 +65,6 @@ def decoding_methods(
 def _of_base(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Method:
     generate = with_room(base.generate)  # as the heads' `generate` has it
     return lambda inputs, settings: generate(**inputs, **{**as_tokens(base, settings, tokenizer), **more})
-
-
-def _assistant(base: Any, tokenizer: Any, path: str) -> dict[str, Any]:
-    try:
-        assistant = AutoModelForCausalLM.from_pretrained(path, dtype=base.dtype).to(base.device).eval()
-        theirs = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        why = one_line(error)
-        raise OSError(f"no assistant could be read at {path!r} ({why}): give a model's folder or id.") from None
-    if theirs.get_vocab() == tokenizer.get_vocab():
-        return {"assistant_model": assistant}
-    return {"assistant_model": assistant, "tokenizer": tokenizer, "assistant_tokenizer": theirs}
 
 
 def sampling(temperature: float | None, lookup: int | None = None) -> dict[str, Any]:

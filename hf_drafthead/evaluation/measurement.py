@@ -29,7 +29,6 @@ class Run:
     tokens: int  # generated, each row up to its own end
     identical: bool = True  # to the base's tokens
     differences: list[FirstDifference] = field(default_factory=list)  # of the heads where there should be none
-    peak_memory: int | None = None  # the most bytes in use on a GPU
 
 
 @dataclass
@@ -41,7 +40,6 @@ class Round:
     runs: dict[str, Run]  # by method
     accepted: torch.Tensor  # (B, S) of the heads
     steps: list[StepRecord] = field(default_factory=list)  # of a further run of the heads
-    ranks: torch.Tensor | None = None  # (M, K) at which each head had the next tokens
     undrafted: int = 0  # calls of the heads that the base decoded by itself
 
     def note(self, record: StepRecord) -> None:
@@ -83,9 +81,7 @@ class Measurement:
     torch: str
     repeats: int
     speedup_spread: list[float]
-    head_accuracy: list[list[float]] | None  # by head: how often the next token is among its best 1, 2, 3 ...
     time_split: dict[str, float] | None  # milliseconds per step
-    peak_memory: dict[str, int] | None  # bytes on a GPU, by method
     compared: dict[str, dict[str, Any] | None]  # others than the base, None where one could not run
     settings: dict[str, Any] = field(default_factory=dict)  # of `generate`
     acceptance: dict[str, Any] = field(default_factory=dict)  # settings that only the heads were given
@@ -109,11 +105,8 @@ class Measurement:
         return self.settings["temperature"] if self.settings.get("do_sample") else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """All fields by name; the heads' accuracies as `head0_top1`, `head0_top2` ..., as a training reports them."""
-        plain = asdict(self)
-        by_head = plain.pop("head_accuracy") or []
-        named = {f"head{i}_top{k}": share for i, shares in enumerate(by_head) for k, share in enumerate(shares, 1)}
-        return {**plain, **named}
+        """All fields by name."""
+        return asdict(self)
 
 
 def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = (), **how: Any) -> Measurement:
@@ -124,7 +117,6 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
     speedups = ratios(rounds, HEADS, BASE)
     whole, categories = figures(rounds), dict.fromkeys(batch.category for batch in rounds)
     tau = whole["tokens_per_step"]
-    peaks = {name: max(batch.runs[name].peak_memory or 0 for batch in rounds if name in batch.runs) for name in names}
     others: dict[str, dict[str, Any] | None] = {
         name: other_figures(rounds, name) if name in names else None for name in compared
     }
@@ -138,9 +130,7 @@ def summed_up(model: Any, rounds: Sequence[Round], *, compared: Iterable[str] = 
         tree_nodes=max((step.drafted for step in steps), default=0),
         **drafting_steps(steps),
         speedup_spread=[min(speedups), max(speedups)],
-        head_accuracy=top_k_accuracy(batch.ranks for batch in rounds if batch.ranks is not None),
         time_split=time_split(steps),
-        peak_memory={name: peak for name, peak in peaks.items() if peak} or None,
         compared=others,
         **whole,
         **identity(model),
@@ -251,22 +241,3 @@ def guess_depths(accepted_lengths: torch.Tensor, copied: Sequence[int] = ()) -> 
     for length, copies in itertools.zip_longest(lengths, copied[: len(lengths)], fillvalue=0):
         depths += [*[COPIED] * copies, *range(copies + 1, length), 0] if length else []
     return depths
-
-
-def top_k_accuracy(ranks: Iterable[torch.Tensor], most: int = 5) -> list[list[float]] | None:
-    """By head, how often the token that follows is among its best 1, 2 ... `most` guesses (Amphista, figure 1).
-
-    Of ranks (..., K) from 0, one tensor per call of `rank_paths`, of which -1 is not counted, K lists of `most` shares;
-    None where nothing is counted.
-
-    >>> top_k_accuracy([torch.tensor([[0, 3], [1, 0], [0, -1]])], most=2)
-    [[0.6666666666666666, 1.0], [0.5, 0.5]]
-    """
-    parts = [part.flatten(0, -2) for part in ranks]
-    ranked = torch.cat(parts) if parts else torch.zeros(0, 0)
-    valid = ranked >= 0
-    if not valid.any():
-        return None
-    counts = valid.sum(0).clamp(min=1).double()
-    hits = [(valid & (ranked < k)).sum(0) / counts for k in range(1, most + 1)]
-    return torch.stack(hits, dim=1).tolist()

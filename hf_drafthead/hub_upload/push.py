@@ -164,7 +164,7 @@ def _push(
     edit_json(folder / "config.json", auto_map=code_references(type(config)))
     staging.published_card(folder, there.fetch(staging.CARD))
     staging.without_local_paths(folder)
-    write_card(folder, model, repo_id=there.repo_id, license=target.license)
+    write_card(folder, repo_id=there.repo_id, license=target.license)
     staging.add_tags(folder, target.tags)
     if lacking := "; ".join(missing(folder)).replace(str(folder), shown):
         advice = "license= and --license of a push write the license"

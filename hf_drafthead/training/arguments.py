@@ -13,7 +13,6 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.modeling.families import find_family, find_recipe
-from hf_drafthead.training.heads_loss import SCHEDULES
 
 OBJECTIVE_WEIGHTS = ("next_token_weight", "teacher_weight", "feature_weight", "distance_weight")
 
@@ -61,7 +60,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "gradient_checkpointing_kwargs": CHECKPOINTING,
     "activation_checkpointing_kwargs": CHECKPOINTING,
 }
-TRACKIO = ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
 # what `metric_for_best_model` may name: the figures of an evaluation
 METRICS = re.compile(r"(eval_)?(loss|tokens_per_step|head\d+_top[15]|runtime|samples_per_second|steps_per_second)")
 
@@ -82,10 +80,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
         feature_noise: hidden states are read with uniform noise on them of this width, in training only (EAGLE).
         head_decay: head k (counted from 1) counts ``head_decay ** k``; 1.0 counts all the same.
         heads_weight: weight of all heads' losses.
-        heads_schedule: "constant", or rising with the steps along a "linear" or "sine" curve from 0 to that weight.
         base_weight: weight of the base's own loss; above 0 the base is trained too (Medusa-2).
         base_learning_rate: peak learning rate of the base's weights; `learning_rate` is that of the heads.
-        base_objective: what a base learns: the "text", or "itself", that is its distribution without adapters.
         max_grad_value: clip every gradient to this magnitude (EAGLE).
         recipe: "paper", or "quick" for runs that are shorter than a paper's warm-up, which is what `hours` means; None:
             as "paper", but fresh heads whose own projections would exceed a third of the base share its lm_head.
@@ -110,10 +106,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
     feature_noise: float = 0.0
     head_decay: float = 1.0
     heads_weight: float = 1.0
-    heads_schedule: str = "constant"
     base_weight: float = 0.0
     base_learning_rate: float = 5e-4
-    base_objective: str = "text"
     max_grad_value: float | None = None
     recipe: str | None = None
     hours: float | None = None
@@ -144,23 +138,15 @@ class DraftHeadTrainingArguments(TrainingArguments):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} is {value}: expected a number above 0.")
-        known: dict[str, tuple] = {"heads_schedule": SCHEDULES, "base_objective": ("text", "itself")}
-        for name, choices in {**known, "recipe": (None, "paper", "quick")}.items():
-            if getattr(self, name) not in choices:
-                expected = ", ".join(map(repr, filter(None, choices)))
-                raise ValueError(f"{name} is {getattr(self, name)!r}: expected one of {expected}.")
+        if self.recipe not in (None, "paper", "quick"):
+            raise ValueError(f"recipe is {self.recipe!r}: expected one of 'paper', 'quick'.")
 
     @classmethod
     def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":
         """The recipe of a family's paper, or the quick one where it is asked for or the hours are limited.
 
-        `arguments` replace the recipe's. A TypeError for what is no argument, a ValueError for what is no family.
+        `arguments` replace the recipe's. A ValueError for what is no family.
         """
-        argument_names = {argument.name for argument in fields(cls) if argument.init}
-        if unknown := sorted(set(arguments) - argument_names):
-            name, meant = unknown[0], _meant(unknown[0], argument_names)
-            of_config = f"A field of the heads' config is given in fields={{{name!r}: ...}}."
-            raise TypeError(f"{name!r} is no training argument: {meant} {of_config}")
         recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
         quick = QUICK if recipe == "quick" else {}
         return cls(output_dir=output_dir, **{**find_recipe(family), **quick, **arguments, "recipe": recipe})
@@ -183,13 +169,6 @@ def refuse_without_effect(arguments: DraftHeadTrainingArguments) -> None:
         if name in changed and not any(getattr(arguments, other, None) for other in needed):
             advice = "train the base too (--joint)" if "base_weight" in needed else f"set {needed[0]}"
             raise ValueError(f"{name} has no effect without {needed[0]}: {advice}, or leave it out.")
-    reporters = [arguments.report_to] if isinstance(arguments.report_to, str) else arguments.report_to or []
-    for name in sorted(changed & set(TRACKIO)):
-        if not {"trackio", "all"} & set(reporters):
-            raise ValueError(f"{name} has no effect without trackio: set report_to=trackio, or leave it out.")
-    targets, optimizer = arguments.optim_target_modules, str(getattr(arguments.optim, "value", arguments.optim))
-    if targets is not None and not any(word in optimizer for word in ("galore", "apollo", "lomo")):
-        raise ValueError(f"optim_target_modules has no effect on optim {optimizer!r}: leave it out.")
     best = arguments.metric_for_best_model
     if best is not None and not METRICS.fullmatch(best):
         expected = "expected loss, tokens_per_step, or how often a head is right (head0_top1, head0_top5, ...)"

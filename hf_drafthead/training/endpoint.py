@@ -11,7 +11,6 @@ import json
 import os
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 from hf_drafthead.data.rows import THOUGHTS, calls_of
@@ -31,17 +30,14 @@ class Server:
     For the model's own chats it must complete raw prompts (`/completions`): questions are what it writes behind the
     beginning of the base's chat template, answers come from `/chat/completions`. A request that failed is sent again,
     after a pause that doubles, so many times before the run ends; `template_values` are variables that the server's
-    chat template reads. An OSError where the package `openai` is missing.
+    chat template reads. An ImportError where the package `openai`
+    is missing.
     """
 
     url: str
     model: str
     retries: int = 8
     template_values: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if find_spec("openai") is None:
-            raise OSError("--endpoint needs the package openai: pip install 'hf-drafthead[endpoint]'.")
 
 
 class ServerWriter(Writer):
@@ -56,7 +52,7 @@ class ServerWriter(Writer):
         self.server = server
         self._openai = import_module("openai")  # an optional dependency, needed only here
         self._client = self._openai.AsyncOpenAI(
-            base_url=with_path(server.url),
+            base_url=server.url,
             api_key=os.environ.get("OPENAI_API_KEY") or "none",
             max_retries=server.retries,
             timeout=TIMEOUT,
@@ -147,21 +143,6 @@ class ServerWriter(Writer):
         thought = next((message[name] for name in THOUGHTS if message.get(name)), "")
         calls = calls_of(message.get("tool_calls") or [])
         self.take(task, Answer(message["content"], ended, tokens, None, thought, calls))
-
-
-def with_path(url: str) -> str:
-    """The address of the API: where it names no path, the usual one.
-
-    >>> with_path("http://127.0.0.1:8000"), with_path("https://host/api/v3/")
-    ('http://127.0.0.1:8000/v1', 'https://host/api/v3/')
-
-    Raises:
-        ValueError: it is no address.
-    """
-    scheme, separator, rest = url.partition("://")
-    if scheme not in ("http", "https") or not separator or not rest.strip("/"):
-        raise ValueError(f"--endpoint {url!r} is no address: give one such as http://127.0.0.1:8000/v1.")
-    return url if "/" in rest.rstrip("/") else f"{url.rstrip('/')}/v1"
 
 
 def _reason(error: Exception) -> str:

@@ -4,7 +4,6 @@ Time and memory come from trying one step on held-out rows, whose gradients are 
 """
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,11 +25,11 @@ MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32
 class Forecast:
     """What to expect of a training; None where it cannot be known.
 
-    parameters: of the heads; trained: all that are trained, the base's included if it is; weights: bytes of
-    the weights of base and heads; memory: bytes while training, as measured of the GPU or of the process, or at least
-    weights, gradients and the optimizer; rows: of an epoch; steps: optimizer steps; batch: rows of a step, in
-    all processes together; evaluations: on the held-out rows, at most; step: seconds of an optimizer step; epoch:
-    seconds of the steps of an epoch; seconds: of steps, evaluations and calibration.
+    parameters: of the heads; trained: all that are trained, the base's included if it is; weights: bytes of the weights
+    of base and heads; memory: bytes while training, as measured of a GPU, else at least weights, gradients and the
+    optimizer; rows: of an epoch; steps: optimizer steps; batch: rows of a step, in all processes together; evaluations:
+    on the held-out rows, at most; epoch: seconds of the steps of an epoch; seconds: of steps, evaluations and
+    calibration.
     """
 
     parameters: int
@@ -41,7 +40,6 @@ class Forecast:
     steps: int
     batch: int
     evaluations: int
-    step: float | None = None
     epoch: float | None = None
     seconds: float | None = None
 
@@ -86,7 +84,6 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
         steps=steps,
         batch=batch * args.gradient_accumulation_steps * args.world_size,
         evaluations=evaluations,
-        step=None if times is None else times.step,
         epoch=None if times is None else in_epoch * times.step,
         seconds=None if times is None else _total(trainer, times, steps, evaluations),
     )
@@ -158,8 +155,7 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> tup
             inputs = trainer.heads_loss.with_anchors(model, inputs)
             totals = trainer.heads_loss.totals(model, inputs).clamp(min=1)
             passings.append(_seconds(learn))
-            if peak is None:
-                peak = torch.cuda.max_memory_allocated(device) if on_gpu else _most_memory()
+            peak = peak or (torch.cuda.max_memory_allocated(device) if on_gpu else None)
             model.zero_grad(set_to_none=False)  # so that no update moves a weight
             updating, evaluating = _seconds(update), _seconds(lambda: loss(False))
         model.zero_grad(set_to_none=True)
@@ -178,15 +174,6 @@ def _seconds(run: Callable[[], Tensor]) -> float:
     start = time.perf_counter()
     run().item()
     return time.perf_counter() - start
-
-
-def _most_memory() -> int | None:
-    """The most bytes that this process has had in memory; None where the system does not tell."""
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def size(count: float) -> str:

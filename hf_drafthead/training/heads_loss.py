@@ -15,7 +15,6 @@ F*H features, V vocabulary, D draft vocabulary (V without one), K heads.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +30,6 @@ from hf_drafthead.modeling.drafter import Drafter
 IGNORED = -100  # label without a loss, as everywhere in transformers
 RANKS = 5  # top-1 and top-5 accuracies are logged
 CHUNK = 1 << 22  # most logits that exist at a time on a CPU; GPUs are slow at many small products: 32 times as many
-SCHEDULES = ("constant", "linear", "sine")
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,7 @@ class HeadsLoss:
     of this distance, 1 - L1 / 2 (both DSpark); anchors: places of a text that guesses begin at, at most; head_decay:
     head k, counted from 1, counts `head_decay ** k` (Medusa, section 2.2.1); feature_noise: width of the uniform noise
     on the hidden states that the heads read; reader: reads the base, default: the output projection of the last hidden
-    state gives the logits; base: weight of the base's own loss, 0 where it is not trained (Medusa-1); adapters_off:
-    where given, the base learns its own distribution without adapters, else the text (Medusa-2, section 2.2.2).
+    state gives the logits; base: weight of the base's own loss, 0 where it is not trained (Medusa-1).
     """
 
     next_token: float = 0.0
@@ -58,7 +55,6 @@ class HeadsLoss:
     feature_noise: float = 0.0
     reader: BaseReader | None = None
     base: float = 0.0
-    adapters_off: Callable[[], contextlib.AbstractContextManager] | None = None
 
     def __call__(
         self,
@@ -167,10 +163,10 @@ class HeadsLoss:
         projected, counts = ProjectedLoss.apply(plan, len(rows), *rows, *parameters)
         return loss + projected, counts
 
-    def read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor], learn: bool = True) -> Reading:
+    def read(self, model: DraftHeadPreTrainedModel, inputs: Mapping[str, Tensor]) -> Reading:
         """Run the base over a batch, with gradients where it is trained."""
         base, was_training = model.base, model.base.training
-        learns = bool(self.base) and learn
+        learns = bool(self.base)
         if was_training and not learns:
             base.eval()  # no dropout in a base that is not trained
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
@@ -183,24 +179,14 @@ class HeadsLoss:
         return self.reader or BaseReader(model.base, {}, True, model.drafter.reads, model.drafter.output)
 
     def _base_loss(self, model: DraftHeadPreTrainedModel, batch: "Batch") -> Tensor:
-        """Cross-entropy with the text, or KL divergence from the base's distribution without adapters; summed."""
+        """Cross-entropy with the text, summed."""
         inputs, reading, labels, places = batch
-        reader, teachers = self._reader(model), None
-        if self.adapters_off is not None:
-            with torch.no_grad(), self.adapters_off():
-                before = self.read(model, inputs, learn=False).scores.flatten(0, 1).index_select(0, places - 1)
-
-            def teachers(head: int, chunk: slice) -> Tensor:
-                return reader.logits(before[chunk]).float().softmax(-1)  # type: ignore[no-any-return]
-
+        reader = self._reader(model)
         plan = Plan(
             logits=lambda head, scores: reader.logits(scores),
             targets=[labels.flatten()[places]],
             weights=[torch.ones_like(places, dtype=torch.float32)],
-            next_token=float(teachers is None),
-            teacher=float(teachers is not None),
-            teachers=teachers,
-            divergence=True,
+            next_token=1.0,
             size=self._chunk(model.config.get_text_config().vocab_size, places.device),
         )
         rows = reading.scores.to(places.device).flatten(0, 1).index_select(0, places - 1)
@@ -251,8 +237,8 @@ class Plan(NamedTuple):
     (N,) of every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted,
     None for no counting; next_token, teacher, distance, confidence: weights of the objectives; teachers: from a head
     and a chunk to the base's distribution (M, D); foretold: from states (M, S) to logits (M,) of acceptance; choice:
-    from states, logits and the base's tokens, or the text's, to a loss (M,) that is added; divergence: subtract the
-    teachers' entropy; learns: whether anybody asks for gradients.
+    from states, logits and the base's tokens, or the text's, to a loss (M,) that is added; learns: whether anybody asks
+    for gradients.
     """
 
     logits: Callable[[int, Tensor], Tensor]
@@ -268,7 +254,6 @@ class Plan(NamedTuple):
     teachers: Callable[[int, slice], Tensor] | None = None
     foretold: Callable[[Tensor], Tensor | None] | None = None
     choice: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
-    divergence: bool = False
 
     def loss(self, head: int, chunk: slice, states: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of a head's losses over a chunk of its states (M, S), and its logits (M, D) there."""
@@ -282,8 +267,6 @@ class Plan(NamedTuple):
             best = teachers.argmax(-1).where(targets != IGNORED, IGNORED)
             if self.teacher:
                 lost = lost - self.teacher * (teachers * shares).sum(-1)
-            if self.divergence:
-                lost = lost - self.teacher * torch.special.entr(teachers).sum(-1)
             if self.distance or self.confidence:
                 distance = (shares.exp() - teachers).abs().sum(-1)
                 lost = lost + self.distance * distance
@@ -428,12 +411,6 @@ def _behind_anchors(drafter: Drafter, labels: Tensor, anchors: Tensor, heads: in
     """As `anchored`, of the anchors alone that each head guesses behind."""
     pairs, drawn = anchored(labels, anchors, heads), drafter.drawn(anchors.shape[1])
     return pairs if drawn is None else [(there[:, some], at[:, some]) for (there, at), some in zip(pairs, drawn)]
-
-
-def heads_share(schedule: str, step: int, steps: int) -> float:
-    """The share of the heads' weight at a step of so many: 1, or rising to 1 along a line or a quarter sine."""
-    done = min(step / max(steps, 1), 1.0)
-    return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[schedule]
 
 
 def feature_loss(states: Tensor, hidden: Tensor) -> Tensor:

@@ -449,9 +449,8 @@ def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], argumen
         raise ValueError("a quantized base cannot be trained with its heads: drop --joint, or the quantization.")
     if joint and _sharded():
         raise ValueError("a base that is sharded (FSDP) cannot be trained along with its heads here: drop --joint.")
-    for name in ("base_weight", "base_objective"):
-        if name in arguments and not joint:
-            raise ValueError(f"{name} is for a base that is trained along with its heads: add --joint, or drop it.")
+    if "base_weight" in arguments and not joint:
+        raise ValueError("base_weight is for a base that is trained along with its heads: add --joint, or drop it.")
     if not joint and arguments.get("lora_rank", LORA_RANK) != LORA_RANK:
         raise ValueError("lora_rank is for a base that is trained along with its heads: add --joint, or drop it.")
     if "output_dir" in arguments:
@@ -459,8 +458,6 @@ def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], argumen
     if arguments.get("split", "train") != "train":
         if isinstance(data, PreparedData) or isinstance(data, (str, os.PathLike)) and files_of(Path(data)):
             raise ValueError(f"split is {arguments['split']!r}, but the data has no splits: leave --split out.")
-    if arguments.get("base_objective") == "itself" and not arguments.get("lora_rank", 1):
-        raise ValueError("base_objective=itself trains adapters of the base: give a --lora-rank above 0.")
 
 
 def _sharded() -> bool:

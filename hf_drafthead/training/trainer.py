@@ -25,7 +25,7 @@ from hf_drafthead.modeling.families import find_recipe
 from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
-from hf_drafthead.training.heads_loss import RANKS, HeadsLoss, heads_share
+from hf_drafthead.training.heads_loss import RANKS, HeadsLoss
 from hf_drafthead.training.record import refuse_weights_alone, writing
 
 logger = logging.get_logger(__name__)
@@ -50,7 +50,7 @@ class DraftHeadTrainer(Trainer):
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
-        ValueError: arguments that do not fit the heads, or a base that shall learn from itself without adapters.
+        ValueError: arguments that do not fit the heads.
     """
 
     args: DraftHeadTrainingArguments
@@ -69,10 +69,7 @@ class DraftHeadTrainer(Trainer):
         if recomputed and not args.base_weight and not layers:
             what = f"{model.config.family} heads, which have no decoder layers"
             raise ValueError(f"activation checkpointing has no effect on {what}: leave gradient_checkpointing out.")
-        adapters, itself = adapter_layers(model.base), args.base_objective == "itself"
-        if itself and not adapters:
-            what = "the base has no adapters that could be switched off"
-            raise ValueError(f"base_objective is 'itself', but {what}: call add_lora(model) first, or choose 'text'.")
+        adapters = adapter_layers(model.base)
         heads_size, base_size = model.config.own_layer.hidden_size, model.config.width
         if args.feature_weight and heads_size != base_size:
             raise ValueError(
@@ -95,8 +92,7 @@ class DraftHeadTrainer(Trainer):
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
         self.expected_tokens_per_step = expected_tokens_per_step
-        off = functools.partial(adapters_off, model.base) if itself else None
-        self.heads_loss = loss_of(model, vars(args), base=args.base_weight, adapters_off=off)
+        self.heads_loss = loss_of(model, vars(args), base=args.base_weight)
         self._heads = model.config.num_draft_heads
         self._counts = self._no_counts()
         self.add_callback(CheckGradients())
@@ -132,14 +128,10 @@ class DraftHeadTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def loss_on(self, model: nn.Module, inputs: Mapping[str, Tensor], totals: Tensor | None, count: bool) -> Tensor:
-        """The loss of a batch at this step, divided by so many labels (1 + K,); ranks are counted where asked for."""
-        weight = self.args.heads_weight * heads_share(
-            self.args.heads_schedule, self.state.global_step, self.state.max_steps
-        )
+        """The loss of a batch, divided by so many labels (1 + K,); ranks are counted where asked for."""
         # through `forward`, the only method that wrapped models have
-        loss, counts = model(
-            training_loss=self.heads_loss, inputs=inputs, totals=totals, heads_weight=weight, count=count
-        )
+        how = {"heads_weight": self.args.heads_weight, "count": count}
+        loss, counts = model(training_loss=self.heads_loss, inputs=inputs, totals=totals, **how)
         self._counts = self._counts.to(counts.device) + counts
         if totals is not None:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
@@ -266,19 +258,6 @@ def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, d
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     add_adapter(model.base, config)
-
-
-@contextmanager
-def adapters_off(base: Any) -> Iterator[None]:
-    """The base as it was before its adapters."""
-    layers = adapter_layers(base)
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
 
 
 def merge_lora(model: DraftHeadPreTrainedModel) -> None:

