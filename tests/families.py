@@ -152,7 +152,7 @@ def own_fields(config: DraftHeadConfig) -> dict[str, Any]:
 # What the tests want otherwise than the papers: no chance in training, and parts that are not used by default.
 VARIED: dict[str, dict[str, Any]] = {
     "hydra++": {"dropout": 0.0, "draft_vocab_size": 50},
-    "amphista-alpha": {"lm_head_rank": 16, "draft_vocab_size": 50},
+    "amphista-alpha": {"draft_vocab_size": 50},
     "eagle3": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "eagle3.1": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50},
     "peagle": {"num_draft_heads": 3, "feature_layers": [0, 1], "draft_vocab_size": 50, "num_layers": 2},

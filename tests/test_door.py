@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3Config
 
 import hf_drafthead
 from hf_drafthead import cli, convert_checkpoint, export_checkpoint, from_base, zoo
@@ -24,6 +24,7 @@ from hf_drafthead.modeling import (
     MtpForCausalLM,
     PEagleForCausalLM,
 )
+from tests import base_table
 from tests.bases import tiny_base
 from tests.families import Family
 from tests.formats.test_mtp import modules_on, publish
@@ -65,12 +66,9 @@ SLIDING = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True,
 SLIDING |= {"is_causal": False, "num_target_layers": None}
 OF_SPECFORGE = {"architectures": ["DSparkDraftModel"], "auto_map": {"AutoModel": "dspark.DSparkDraftModel"}}
 HEADS_INSIDE = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
-OF_LIQUID = {"architectures": ["Lfm2DSparkDraftModel"], "rope_is_neox_style": False, "rope_theta": 1e7}
-OF_LIQUID |= {"rope_parameters": None, "rms_norm_eps": 1e-5}
 OF_GLM = {"rms_norm_eps": 1e-5, "runtime_block_size": 8, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
 OF_MUSE = {"output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20}
 IDS_THRICE = {"block_size": None, "eagle_aux_hidden_state_layer_ids": [1, 2, 3], "target_layer_ids": [0, 1, 2]}
-IN_LIQUID = ("num_target_layers", "target_layer_ids", "mask_token_id")
 
 
 def sample(outcome, golden, inside=(), more=None, **changed):
@@ -90,7 +88,6 @@ SAMPLES = {
     "speculators' DFlash 2 for Qwen3-4B": sample(DFlash2ForCausalLM, "loss_dflash2_s_qwen3_b4"),
     "RedHatAI/Qwen3-8B-speculator.peagle": sample(PEagleForCausalLM, "e2e_peagle_s_qwen3_k5"),
     "speculators' DSpark for Qwen3.8-27B": sample(DFlashForCausalLM, OF_SPECULATORS),
-    "LiquidAI/LFM2.5-2.6B-DSpark": sample(DFlashForCausalLM, DSPARK, IN_LIQUID, **OF_LIQUID),
     "SpecForge's DSpark": sample(
         DFlashForCausalLM, DSPARK, HEADS_INSIDE, {"projector_type": "dspark", "attention_mode": "gqa"}, **OF_SPECFORGE
     ),
@@ -99,7 +96,7 @@ SAMPLES = {
     "JetSpec": sample(DFlashForCausalLM, DFLASH, (), {"causal_head": True}),
     "ModelOpt's window": sample(DFlashForCausalLM, DFLASH, use_swa=True, swa_window_size=6, is_causal=False),
     "MiMo-V2.5": sample("says partial_rotary_factor 0.5", DFLASH, partial_rotary_factor=0.5, attention_value_scale=0.6),
-    "Nemotron-3.5-DSpark": sample("says attention_sink_bias True", DSPARK, attention_sink_bias=True),
+    "Nemotron-3.5-DSpark": sample("with attention sinks, which has no", DSPARK, attention_sink_bias=True),
     "Nemotron-3.5-DFlash": sample("does not say block_size, .*num_draft_heads=", DFLASH, **IDS_THRICE),
     "DeepSeek-V4-DSpark": sample("reads the output of the base's last layer", DSPARK, target_layer_ids=[2, 3]),
     "Domino": sample("is Domino, which", DFLASH, (), {"projector_type": "domino"}, architectures=["DominoDraftModel"]),
@@ -125,6 +122,68 @@ def test_every_published_config_loads_by_its_folder_alone_or_says_what_is_missin
         assert_drafts(hf_drafthead.from_pretrained(folder), outcome)
         notes = convert_checkpoint(folder).notes
         assert notes and [caplog.text.count(f"{str(folder)!r}: {note}") for note in notes] == [1] * len(notes)
+
+
+# LiquidAI's: the kind of the base, in which of its layers it attends, and whose outputs are read; the drafter's layers
+# and rotary base. A GGUF file holds the one before it.
+OF_2_6B = ("lfm2", 30, (2, 5, 9, 13, 17, 21, 24, 27), [2, 9, 17, 21, 27], 5, 1e7)
+LIQUID = {
+    "LiquidAI/LFM2.5-1.2B-Instruct-DSpark": ("lfm2", 16, (2, 5, 8, 10, 12, 14), [2, 5, 8, 11, 14], 5, 1e6),
+    "LiquidAI/LFM2.5-8B-A1B-DSpark": ("lfm2-moe", 24, (2, 6, 10, 14, 18, 21), [2, 6, 10, 14, 18], 5, 5e6),
+    "LiquidAI/LFM2.5-VL-3B-DSpark": ("lfm2_vl", 30, OF_2_6B[2], OF_2_6B[3], 4, 1e7),
+    "LiquidAI/LFM2.5-2.6B-DSpark": OF_2_6B,
+    "LiquidAI/LFM2.5-2.6B-DSpark-GGUF": OF_2_6B,
+}
+
+
+def liquid_base(kind, layers, attending):
+    """A tiny base with the published one's layers, of text alone or around images."""
+    types = ["full_attention" if layer in attending else "conv" for layer in range(layers)]
+    fields = {"num_hidden_layers": layers, "layer_types": types, "tie_word_embeddings": True}
+    if kind != "lfm2_vl":
+        return tiny_base(kind, dtype=torch.float32, **fields)
+    text, (_, _, vision, others) = tiny_base("lfm2", **fields).config, base_table.IMAGES["lfm2_vl"]
+    config = AutoConfig.for_model("lfm2_vl", text_config=text, vision_config=vision, **others)
+    return AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.mark.few(99)
+@pytest.mark.parametrize("name", LIQUID)
+def test_liquid_s_drafters_load_by_their_folder_alone_on_their_own_kinds_of_bases(name, tmp_path):
+    """Their rows of queries and keys are for rotary positions that pair neighbours, but for those in a GGUF file."""
+    kind, layers, attending, ids, count, theta = LIQUID[name]
+    base = liquid_base(kind, layers, attending)
+    layer = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    layer |= {"head_dim": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 512}
+    rotary = {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    fields = {"num_layers": count, "num_draft_heads": 9, "feature_layers": [layer + 1 for layer in ids]}
+    fields |= {"layer_config": Qwen3Config(**layer, **rotary), "mask_token_id": 60, "markov_rank": 4}
+    fields |= {"confidence_head": True, "sample_from_anchor": True}
+    model = Family("dspark", DFlashForCausalLM, fields).build(base)
+    base.save_pretrained(tmp_path / "base")
+    export_checkpoint(model, folder := tmp_path / "theirs", "sglang")
+    weights = load_file(folder / "model.safetensors")
+    inside = {"mask_token_id": 60, "target_layer_ids": ids, "num_target_layers": layers}
+    config = {**layer, "model_type": "qwen3", "architectures": ["Lfm2DSparkDraftModel"], "hidden_act": "silu"}
+    config |= {"num_hidden_layers": count, "vocab_size": 67, "rope_theta": theta, "block_size": 9, "markov_rank": 4}
+    config |= {"layer_types": ["full_attention"] * count, "markov_head_type": "vanilla", "dtype": "bfloat16"}
+    config |= {"rope_is_neox_style": False, "enable_confidence_head": True, "dflash_config": inside}
+    if name.endswith("GGUF"):
+        gguf_drafters = pytest.importorskip("tests.formats.test_gguf_drafters")
+        keys = gguf_drafters.keys_of(config)
+        folder = gguf_drafters.write(tmp_path / "a.gguf", "dflash", weights, config, mask_token=60, **keys)
+    else:
+        for key in [key for key in weights if key.endswith(("q_proj.weight", "k_proj.weight", "_norm.weight"))]:
+            if "self_attn" in key:
+                weights[key] = weights[key].unflatten(0, (-1, 2, 4)).transpose(1, 2).flatten(0, 2).contiguous()
+        save_file(weights, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "README.md").write_text(f"---\nbase_model: {tmp_path / 'base'}\n---\n")
+    loaded = hf_drafthead.from_pretrained(folder, **({"base_model": tmp_path / "base"} if folder.is_file() else {}))
+    assert_drafts(loaded, DFlashForCausalLM)
+    assert loaded.config.max_depth == 9 and loaded.config.own_layer.rope_parameters["rope_theta"] == theta
+    for key, tensor in model.drafter.state_dict().items():
+        assert torch.equal(loaded.drafter.state_dict()[key], tensor), key
 
 
 def cut(file):

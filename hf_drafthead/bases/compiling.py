@@ -163,9 +163,8 @@ def _forward_of(layer: nn.Module) -> Callable:
         first = cache.nodes - cache.placed
         return _one_layer(itself, name, layer_cache.keys, layer_cache.values, first, form, *leaves)
 
-    vars(forward)["is_traced_once"] = (
-        True  # no forward of the user's own: calls in other threads meanwhile look for these
-    )
+    # no forward of the user's own: calls in other threads meanwhile look for these
+    vars(forward)["is_traced_once"] = True
     return forward
 
 

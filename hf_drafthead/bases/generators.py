@@ -62,10 +62,9 @@ def elsewhere(generator: torch.Generator, state: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def refusing_draws(device: torch.device) -> Iterator[None]:
-    """Around a trial of a base, after which the generators stand where they stood.
+    """Around a trial of a base, after which the generators stand where they stood; Unsupported if the base moved them.
 
-    Raises:
-        Unsupported: the base has moved them: in a tree its forwards are fewer, and would draw other numbers.
+    In a tree its forwards are fewer, and would draw other numbers.
     """
     generators = generators_of(device)
     before, moved = states_of(generators), False

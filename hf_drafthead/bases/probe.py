@@ -32,26 +32,18 @@ CHOOSES_KEYS = ("index_topk", "index_topk_blocks")
 
 @torch.no_grad()
 def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
-    """Find out by running whether this base honours a tree (`try_tree`), and how its logits are read.
-
-    Raises:
-        Unsupported: the base crashes on a tree, answers differently, or has attention layers unknown here.
-    """
-    with refusing_draws(input_device(base)):
-        return _probe(base, reads)
-
-
-def _probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
+    """How a base is read, found out by running; Unsupported if it does not honour a tree (`try_tree`)."""
     config = base.config.get_text_config(decoder=True)
-    mixers = _mixers(base, config)
-    windows = attention_windows(config, states=bool(mixers))
-    try:
-        output = OutputLayer(base)
-        reader = BaseReader(base, windows, splits(base, output), reads, output, mixers)
-    except Exception as error:
-        if out_of_memory(error):
-            raise refusal("the base cannot verify a tree", error) from error
-        raise
+    with refusing_draws(input_device(base)):
+        mixers = _mixers(base, config)
+        windows = attention_windows(config, states=bool(mixers))
+        try:
+            output = OutputLayer(base)
+            reader = BaseReader(base, windows, splits(base, output), reads, output, mixers)
+        except Exception as error:
+            if out_of_memory(error):
+                raise refusal("the base cannot verify a tree", error) from error
+            raise
     try_tree(reader)
     return reader
 
@@ -66,35 +58,31 @@ def try_tree(reader: BaseReader, again: bool = False) -> None:
     forward over a whole text is off, compare with decoding token by token, for some models attend both ways in the
     first forward of a text.
     """
-    with refusing_draws(input_device(reader.base)):
-        _try_tree(reader, again)
-
-
-def _try_tree(reader: BaseReader, again: bool) -> None:
     base, mixers = reader.base, reader.mixers
     past, root, left, right = probe_tokens(base).split((13, 1, 1, 1))
     device = past.device
     try:
-        plain = [_decoded(base, past, (root, node), bool(mixers)) for node in (left, right)]
-        if not all(expected.isfinite().any() for expected in plain):
-            raise Unsupported("the base's logits are not numbers", lasting=False)
-        cache = reader.cache(2, capacity=16, nodes=3)
-        reader(True, **{"input_ids": past.expand(2, -1), CACHE: cache, "use_cache": True})
-        cache.count(len(past))
-        topology = Topology.of_numbers((0, 0, 0), device)
-        nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
-        logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
-        pairs = [(logits[row, node], plain[row != node - 1]) for row, node in ((0, 1), (0, 2), (1, 2), (1, 1))]
-        if mixers:  # what a commit folded in shows in the next token
-            path, alone = torch.tensor([[0, 1], [0, 1]], device=device), Topology.of_numbers((0,), device)
-            cache.keep(path, torch.tensor([2, 1], device=device))
-            after, _ = reader.nodes(right.expand(2, 1), alone, cache, cache.lengths[:, None], None)
-            pasts = ((root, left, right), (root, right))
-            pairs += [(after[row, 0], _decoded(base, past, tokens, True)) for row, tokens in enumerate(pasts)]
+        with refusing_draws(device):
+            plain = [_decoded(base, past, (root, node), bool(mixers)) for node in (left, right)]
+            if not all(expected.isfinite().any() for expected in plain):
+                raise Unsupported("the base's logits are not numbers", lasting=False)
+            cache = reader.cache(2, capacity=16, nodes=3)
+            reader(True, **{"input_ids": past.expand(2, -1), CACHE: cache, "use_cache": True})
+            cache.count(len(past))
+            topology = Topology.of_numbers((0, 0, 0), device)
+            nodes = torch.stack([torch.cat([root, left, right]), torch.cat([root, right, left])])
+            logits, _ = reader.nodes(nodes, topology, cache, cache.lengths[:, None] + topology.depths, None)
+            pairs = [(logits[row, node], plain[row != node - 1]) for row, node in ((0, 1), (0, 2), (1, 2), (1, 1))]
+            if mixers:  # what a commit folded in shows in the next token
+                path, alone = torch.tensor([[0, 1], [0, 1]], device=device), Topology.of_numbers((0,), device)
+                cache.keep(path, torch.tensor([2, 1], device=device))
+                after, _ = reader.nodes(right.expand(2, 1), alone, cache, cache.lengths[:, None], None)
+                pasts = ((root, left, right), (root, right))
+                pairs += [(after[row, 0], _decoded(base, past, tokens, True)) for row, tokens in enumerate(pasts)]
     except Unsupported:
         raise
     except Exception as error:  # whatever a model raises on a tree, its own decoding still works
-        if not again and of_a_hook(error, base, _try_tree, reader, True):
+        if not again and of_a_hook(error, base, try_tree, reader, True):
             raise
         raise refusal("the base cannot verify a tree", error) from error
     finally:
@@ -102,7 +90,8 @@ def _try_tree(reader: BaseReader, again: bool) -> None:
     actual, expected = (torch.stack(logits) for logits in zip(*pairs))
     said = off_by(base, actual, expected)
     if said and not mixers:
-        with contextlib.suppress(Exception):  # it does not take its cache so: what was found out stands
+        # where it does not take its cache so, what was found out stands
+        with contextlib.suppress(Exception), refusing_draws(device):
             plain = [_decoded(base, past, (root, node), True) for node in (left, right)]
             said = off_by(base, actual, torch.stack(plain * 2)) and said
     if said:
@@ -112,10 +101,9 @@ def _try_tree(reader: BaseReader, again: bool) -> None:
 
 
 def attention_windows(config, states: bool = False) -> dict[str, int | None]:
-    """The attention window of each layer type of a text config; states: whether layers may keep a state instead.
+    """The attention window of each layer type of a text config, Unsupported for types whose mask is not known here.
 
-    Raises:
-        Unsupported: a layer type whose mask is not known here.
+    states: whether layers may keep a state instead.
     """
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
@@ -137,11 +125,7 @@ def attention_windows(config, states: bool = False) -> dict[str, int | None]:
 
 
 def _mixers(base: PreTrainedModel, config) -> dict[int, tuple[Mixer, int]]:
-    """The mixers of a base's layers that keep a state, and how many states each has.
-
-    Raises:
-        Unsupported: one of them has no tree form.
-    """
+    """The mixers of layers that keep a state, and how many states each has; Unsupported if one has no tree form."""
     prepared, kinds = DynamicCache(config=config), dict(enumerate(getattr(config, "layer_types", None) or ()))
     if not can_load(prepared):
         raise Unsupported(f"a cache of type {type(prepared).__name__} cannot be compacted")

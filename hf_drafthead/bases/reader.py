@@ -285,11 +285,7 @@ def append_keys(features: torch.Tensor, pairs: Iterable[tuple[torch.Tensor, torc
 
 
 def one_stream(states: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Hidden states in the shape (B, T, H) of `like`.
-
-    Some bases, such as Gemma 3n, have several streams between their layers: it is their mean, which these bases take
-    before the final norm.
-    """
+    """Hidden states in the shape (B, T, H) of `like`: of several streams, as Gemma 3n has, the mean, as it takes it."""
     if states.dim() == like.dim():
         return states
     extra = next(at for at in range(states.dim()) if states.shape[:at] + states.shape[at + 1 :] == like.shape)

@@ -27,11 +27,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from hf_drafthead.bases.errors import Unsupported
 
-OLDEST, NEWEST, BEYOND = (
-    "5.17.0",
-    "5.24.0",
-    "6",
-)  # the first two were tested, and what lies between; the last is too new
+OLDEST, NEWEST, BEYOND = "5.17.0", "5.24.0", "6"  # from one to the other was tested; the last is too new
 
 
 def numbers(version: str) -> list[int]:
@@ -44,11 +40,7 @@ def numbers(version: str) -> list[int]:
 
 
 def check_installed() -> None:
-    """Refuse a transformers for which this package is not made.
-
-    Raises:
-        ImportError: the release is too old or too new.
-    """
+    """Refuse, by an ImportError, a transformers that is too old or too new for this package."""
     installed = sys.modules["transformers"].__version__
     if not numbers(OLDEST) <= numbers(installed) < numbers(BEYOND):
         raise ImportError(
@@ -167,13 +159,7 @@ def untested() -> str:
 
 
 def cache_argument(forward: Callable[..., Any]) -> str | None:
-    """The name that a forward has for its cache; None where it names none.
-
-    A release that renames it again still annotates it as a `Cache`.
-
-    >>> cache_argument(lambda input_ids, past_key_values=None: None)
-    'past_key_values'
-    """
+    """The name that a forward has for its cache, or what it annotates as a `Cache`; None where it names none."""
     arguments = inspect.signature(forward).parameters
     annotated = (name for name, argument in arguments.items() if _is_cache(argument.annotation))
     return next((name for name in CACHE_NAMES if name in arguments), next(annotated, None))
@@ -192,10 +178,7 @@ INPUTS_OF_A_STEP |= {"use_cache", "logits_to_keep", "cache_position"}
 
 
 def with_cache(name: str, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Model inputs with their cache under another name.
-
-    Raises:
-        TypeError: they hold it under two names.
+    """Model inputs with their cache under another name; a TypeError if they hold it under two.
 
     >>> with_cache("layer_past", {"use_cache": True, "past_key_values": "a cache"})
     {'use_cache': True, 'layer_past': 'a cache'}

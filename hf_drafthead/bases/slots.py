@@ -112,33 +112,30 @@ class SlotCache(Cache):
         """The next forward writes past positions from `extent` on, the same for all rows."""
         self.placed = None
 
-    def count(self, length: int, lengths: torch.Tensor | None = None) -> None:
-        """Count the positions that a forward has just appended as past; in each row the first `lengths` (B,)."""
-        if lengths is None:
-            self.extent += length
-            self.lengths = self.lengths + length
-        else:
-            self.lengths = self.lengths.to(lengths.device) + lengths
-            self.extent = self._longest(self.extent + length)
+    def count(self, length: int) -> None:
+        """Count the positions that a forward has just appended as past, in all rows."""
+        self.extent += length
+        self.lengths = self.lengths + length
 
-    def place(self, count: int, again: bool = False) -> int:
-        """The next forward writes `count` nodes, before those of this step (`again`) or in their place; M after it."""
-        before = self.placed if again and self.placed is not None else 0
-        self.placed = before + count
-        if self.placed > self.nodes:
-            self.reserve(self.capacity, self.placed)
-        return self.placed
+    def place(self, count: int, again: bool = False, past: bool = False) -> bool:
+        """The next forward writes `count` nodes, before those of this step (`again`) or in their place; or, whether it
+        does, it appends what is to be `past` behind nothing, where it is read as any text is."""
+        alone, nodes = past and self.extent == 0 and not self.fixed, count + (self.placed or 0 if again else 0)
+        self.placed = None if alone else nodes
+        if nodes > self.nodes and not alone:
+            self.reserve(self.capacity, nodes)
+        return alone
 
     def keep(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
         """Move nodes (B, m) of the step, of which the first `counts` (B,) become past, behind each row's past.
 
-        All are moved: what lies beyond is not seen, and is written over by the next ones. A single node that was
-        appended is there already.
+        All are moved: what lies beyond is not seen, and is written over by the next ones. What was appended is there.
         """
         m, on_host = nodes.shape[1], not self.fixed and self.lengths.device.type == "cpu"  # else the host would wait
         if self.placed is not None:
-            if self.recurrent:
-                self._fold(nodes, counts)
+            path = AcceptedPath.of(nodes, counts) if self.recurrent else None
+            for layer in self.recurrent:
+                layer.fold(path)  # type: ignore[arg-type]
             if not self.fixed:
                 self.reserve(self.extent + m, self.nodes)
             source = self.nodes - self.placed + nodes
@@ -149,16 +146,12 @@ class SlotCache(Cache):
             else:
                 (self._move_apart if self.apart else self._move)(source)
         self.lengths.add_(counts.to(self.lengths.device))
-        if on_host:
-            self.extent = int(self.lengths.max())
-        elif not self.fixed:  # a program must not look at a number that differs from call to call
-            self.extent += m
+        if not self.fixed:  # a program must not look at a number that differs from call to call
+            self.extent = int(self.lengths.max()) if on_host else self.extent + m
 
-    def _fold(self, nodes: torch.Tensor, counts: torch.Tensor) -> None:
-        """Fold nodes into the states of layers without keys."""
-        path = AcceptedPath.of(nodes, counts)
-        for layer in self.recurrent:
-            layer.fold(path)
+    def longest(self, bound: int) -> int:
+        """The longest row, read back on a CPU only: a GPU would wait, and goes by the bound."""
+        return bound if self.lengths.device.type != "cpu" else int(self.lengths.max())
 
     def _move(self, source: torch.Tensor) -> None:
         """Copy slots (B, m) behind each row's past."""
@@ -285,7 +278,7 @@ class SlotCache(Cache):
                 {key: None if tensor is None else tensor.index_select(0, index) for key, tensor in tensors.items()}
                 for tensors in (layer.held_inputs, layer.held_states)
             )
-        self.extent = self._longest(self.extent)
+        self.extent = self.longest(self.extent)
 
     def put_row(self, row: int, other: SlotCache) -> None:
         """Hold in one row what the only row of another cache of the same layers holds, of which there must be room."""
@@ -339,12 +332,6 @@ class SlotCache(Cache):
         self.blocks.append(like.new_zeros(tensors * heads, rows, self.nodes + self.capacity, size))
         self.taken.append(heads)
         return len(self.blocks) - 1, 0
-
-    def _longest(self, bound: int) -> int:
-        """The longest row. It is read back on a CPU only: a GPU would wait, and goes by the bound."""
-        if self.lengths.device.type != "cpu":
-            return bound
-        return int(self.lengths if self.rows == 1 else self.lengths.max())
 
 
 class SlotLayer(CacheLayerMixin):
@@ -420,8 +407,7 @@ class RecurrentSlotLayer(RecurrentLayer, SlotLayer):
 def within(
     window: int, depths: torch.Tensor, above: torch.Tensor, behind: torch.Tensor, distance: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What nodes at depths (R, n) see of the nodes (B, n, M) and of the past (B, n, S), at a distance (B, S) from the
-    root.
+    """What nodes at depths (R, n) see of nodes (B, n, M) and of a past (B, n, S), at distances (B, S) from the root.
 
     Where M is more than n, the nodes are a tree that is no deeper than the window.
     """

@@ -69,12 +69,9 @@ def _read_and_try(
 def _try_steps(
     reader: BaseReader, prompt: PromptInputs, cache: SlotCache, outputs: Any
 ) -> tuple[BaseReader, str | None]:
-    """Compare two sibling nodes with the base's own steps over their paths: how the steps read the base, and by how
-    much
-    they are off, if they are.
+    """Compare two sibling nodes with the base's own steps: how the steps read the base, and by how much they are off.
 
-    The nodes are given what the base itself would hand to a later step. All is behind the past of the cache, which
-    stays as it is.
+    The nodes are given what the base itself would hand to a later step, behind the past of the cache, which stays.
     """
     base, extent, lengths, inputs = reader.base, cache.extent, cache.lengths, {**prompt.call, CACHE: cache}
     tokens = probe_tokens(base)[-3:].to(prompt.input_ids.device).expand(len(lengths), -1)  # (B, 3) root, left, right
@@ -111,8 +108,7 @@ def _others(*arguments: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
 def _token_axis(name: str, first: Any, second: Any, three: Any) -> int | None:
     """On which axis an input has an entry per token, of two steps of one token and one of three; None: on none.
 
-    Raises:
-        Unsupported: what it holds depends on the step.
+    Unsupported if what it holds depends on the step.
     """
     if not all(isinstance(value, torch.Tensor) for value in (first, second, three)):
         if first is second is three or (type(first) in (bool, int, float, str) and first == second == three):

@@ -41,27 +41,10 @@ def convert(
 
 
 @app.command()
-def unpack(
-    source: Annotated[str, typer.Argument(metavar="FILE", help="A base's GGUF file, here or as org/name/file.gguf.")],
-    folder: Annotated[Path, typer.Argument(metavar="DST", help="New folder to write to.")],
-    dtype: Annotated[str, string("Type of the weights: bfloat16, float16, float32.", "NAME")] = "bfloat16",
-) -> None:
-    """Write a base in a GGUF file as an ordinary model with its tokenizer: no command unpacks it again."""
-    from hf_drafthead.evaluation.loading import floating_type
-    from hf_drafthead.formats import unpack_gguf
-
-    if dtype == "auto":
-        raise ValueError("--dtype 'auto' is no type to write: give bfloat16, float16 or float32.")
-    unpack_gguf(source, folder, floating_type(dtype))
-    say(f"the base is in {folder}: give that folder as --base")
-
-
-@app.command()
 def export(
     model: ModelName,
     folder: Annotated[Path, typer.Argument(metavar="DST", help="New folder to write to.")],
     to: Annotated[str, string("medusa, tgi, vllm, hydra, eagle, eagle3, sglang or speculators: what the family has.")],
-    fold_bias: Annotated[bool, flag("--fold-bias", "EAGLE to vLLM: the bias of fc as separate embeddings.")] = False,
     revision: Revision = None,
     token: Token = None,
     json_path: Json = None,
@@ -69,7 +52,7 @@ def export(
     """Write heads in another project's layout, refusing what that project would silently damage."""
     from hf_drafthead.formats import export_checkpoint
 
-    done = export_checkpoint(model, folder, to, fold_bias=fold_bias, revision=revision, token=token)
+    done = export_checkpoint(model, folder, to, revision=revision, token=token)
     say(f"{len(done.shapes)} tensors of the layout {done.layout} in {done.folder}")
     say(*(f"note: {note}" for note in done.notes))
     write_json(json_path, asdict(done))

@@ -4,11 +4,9 @@ from transformers import AutoConfig
 
 from hf_drafthead.formats.convert import Conversion, convert_checkpoint, converted
 from hf_drafthead.formats.export import Export, export_checkpoint
-from hf_drafthead.formats.gguf import unpack_gguf
 from hf_drafthead.formats.medusa import MedusaVllmConfig
 from hf_drafthead.formats.mtp import own_modules
 
 AutoConfig.register(MedusaVllmConfig.model_type, MedusaVllmConfig, exist_ok=True)
 
-__all__ = ["Conversion", "Export", "convert_checkpoint", "converted", "export_checkpoint"]
-__all__ += ["own_modules", "unpack_gguf"]
+__all__ = ["Conversion", "Export", "convert_checkpoint", "converted", "export_checkpoint", "own_modules"]

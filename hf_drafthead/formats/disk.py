@@ -80,11 +80,7 @@ class Source:
 
 
 def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
-    """The weights at a folder, file or Hub id: usually one file; several where heads and a model lie side by side.
-
-    Raises:
-        OSError: there is nothing to read, or what is there cannot be read.
-    """
+    """The weights at a folder, file or Hub id: usually one file; several where heads and a model lie side by side."""
     if os.path.isfile(name):
         beside = os.path.join(os.path.dirname(name), CONFIG)
         return [_source(name, [name], beside if os.path.isfile(beside) else None)]

@@ -36,8 +36,6 @@ def export_checkpoint(
     model: str | os.PathLike | DraftHeadPreTrainedModel,
     folder: str | os.PathLike,
     to: str,
-    *,
-    fold_bias: bool = False,
     **hub: Any,
 ) -> Export:
     """Write draft heads in the layout of another project.
@@ -46,7 +44,6 @@ def export_checkpoint(
         model: folder or Hub id of heads, or a loaded model.
         folder: new folder to write to.
         to: `medusa`, `tgi`, `vllm`, `hydra`, `eagle`, `sglang`, ...; which of them depends on the family.
-        fold_bias: for EAGLE to vLLM, which drops the bias of fc: move it into embeddings of the head's own.
         hub: of the heads, if they are on the Hub: `revision`, `token`, `cache_dir`, `local_files_only`, `subfolder`.
 
     Returns:
@@ -61,7 +58,6 @@ def export_checkpoint(
         raise ValueError(f"--to {to!r} is no known target: expected one of {', '.join(targets())}.")
     fetch = {key: value for key, value in hub.items() if value is not None}
     saved = _of_model(model) if isinstance(model, DraftHeadPreTrainedModel) else _of_checkpoint(os.fspath(model), fetch)
-    saved.fold_bias = fold_bias
     try:
         layout = _layout_for(saved, to)
         if saved.base_tensors and not (layout.holds_base or saved.base):

@@ -113,18 +113,20 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
     name, config = source.name, source.config
     if layout not in TABLE:
         return dict(config)
-    for part, other in OTHERS.items() if layout in WITH_LAYERS else ():
-        if any(part in key for key in (*source.tensors, *(config.get("architectures") or ()))):
-            raise ValueError(f"{name!r} is {other}, which has no family here: get a drafter of another kind.")
     beside = os.path.join(os.path.dirname(source.files[0]), "mask_embedding.pt")
     if "mask_token_id" in TABLE[layout] and os.path.exists(beside):
-        raise ValueError(f"{beside!r} replaces the embedding of the mask token, for which there is no place here.")
+        what = "replaces the embedding of the mask token, for which there is no place here"
+        raise ValueError(f"{beside!r} {what}: get a drafter of another kind.")
     flat = {key: value for key, value in config.items() if key not in NESTED or not isinstance(value, Mapping | None)}
     for holder in NESTED:
         for key, value in (config.get(holder) or {}).items() if isinstance(config.get(holder), Mapping) else ():
             if None not in (value, flat.get(key)) and flat[key] != value:
                 raise ValueError(f"{name!r} says {key} twice, {flat[key]} and {value}: correct its config.json.")
             flat[key] = flat.get(key) if value is None else value
+    names = (*source.tensors, *(config.get("architectures") or ()), *(key for key in flat if flat[key] not in NONE))
+    for part, other in OTHERS.items() if layout in WITH_LAYERS else ():
+        if any(part in key for key in names):
+            raise ValueError(f"{name!r} is {other}, which has no family here: get a drafter of another kind.")
     row, layer = TABLE[layout], flat
     if layout in IN_ITS_OWN and isinstance(said_of_layer := flat.get("transformer_layer_config"), Mapping):
         layer = dict(said_of_layer)
@@ -153,7 +155,8 @@ def _refuse_unknown(name: str, config: Mapping[str, Any], row: Row, where: str =
             continue
         expected = f"expected {' or '.join(map(repr, known))}" if known else "it is not known"
         what = f"says {key} {shortened.repr(value)}{where} in its config.json, for which there is no place here"
-        raise ValueError(f"{name!r} {what} ({expected}): if it changes nothing of what is computed, remove it there.")
+        advice = "get a drafter without it, or remove it there if it changes nothing of what is computed"
+        raise ValueError(f"{name!r} {what} ({expected}): {advice}.")
 
 
 def said(name: str, config: Mapping[str, Any], *keys: str) -> Any:

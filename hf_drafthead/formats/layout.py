@@ -140,7 +140,7 @@ class SavedHeads:
     """Heads of this library that are to be written in another layout.
 
     base is where their base lies, base_tensors are its own if its weights lie in the same checkpoint, base_model is the
-    loaded one if there is one; fold_bias: move a bias that the target would drop into tensors that it reads.
+    loaded one if there is one.
     """
 
     name: str
@@ -149,7 +149,6 @@ class SavedHeads:
     base: str | None
     base_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     base_model: nn.Module | None = None
-    fold_bias: bool = False
 
     @property
     def text(self) -> Any:

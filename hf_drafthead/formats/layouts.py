@@ -29,12 +29,7 @@ def targets() -> list[str]:
 
 
 def find(name: str, hub: Mapping[str, Any]) -> tuple[Source, Layout]:
-    """The weights at a folder, file or Hub id, and their layout.
-
-    Raises:
-        OSError: they cannot be read.
-        ValueError: they are of no known layout, of this library's own, or of two layouts.
-    """
+    """The weights at a folder, file or Hub id, and their layout, which must be one that is known (ValueError)."""
     sources = find_sources(name, hub) if split_gguf(name)[1] is None else [gguf_source(name, hub)]
     matches = [
         (source, layout)

@@ -93,7 +93,7 @@ def vacate(state: DecodingState, row: int) -> None:
     for cache in state.caches:
         cache.lengths[row] = 0
         if not cache.fixed:
-            cache.extent = cache._longest(cache.extent)
+            cache.extent = cache.longest(cache.extent)
     state.lengths[row] = state.ends[row] = 1
     state.counted.clear()
 

@@ -37,11 +37,13 @@ class Guesses(NamedTuple):
     """What a drafter says about the children of a tree level's nodes.
 
     logits: (B, n, V') scores over the draft vocabulary, or (B, 1, V') if they are the same for all nodes; to_base:
-    (V',) the base's token id of each draft token, or None where both vocabularies are one.
+    (V',) the base's token id of each draft token, or None where both vocabularies are one; inside: (B, n or 1, 1) the
+    log-probability that the token is one of those with a score, None for certain.
     """
 
     logits: torch.Tensor
     to_base: torch.Tensor | None = None
+    inside: torch.Tensor | None = None
 
     def top(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The k best guesses of every node: base token ids and scores, (B, n or 1, k) each, best first.
@@ -61,10 +63,11 @@ class Guesses(NamedTuple):
 
         They are the drafter's; with a tilt those of tilted scores, which already know what the base will draw.
         """
-        guesses = self if tilt is None else Guesses(self.logits + self._tilt(tilt), self.to_base)
+        guesses = self if tilt is None else self._replace(logits=self.logits + self._tilt(tilt))
         tokens, scores = guesses.top(k)
         exact = torch.promote_types(scores.dtype, torch.float32)
         chances = scores.to(exact) - guesses.logits.to(exact).logsumexp(-1, keepdim=True)
+        chances = chances if self.inside is None else chances + self.inside
         return tokens, chances.where(~chances.isnan(), -torch.inf)
 
     def _tilt(self, tilt: torch.Tensor) -> torch.Tensor:

@@ -27,18 +27,10 @@ from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks
-from hf_drafthead.modeling.medusa import MedusaDrafter
+from hf_drafthead.modeling.medusa import MEDUSA_RECIPE, MedusaDrafter
 
 # Li et al. 2024 (Amphista), section 4.1; its two weights are not given there
-AMPHISTA_RECIPE: dict[str, Any] = {
-    "next_token_weight": 1.0,
-    "teacher_weight": 1.0,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.1,
-    "weight_decay": 0.0,
-    "num_train_epochs": 4,
-}
+AMPHISTA_RECIPE: dict[str, Any] = {**MEDUSA_RECIPE, "head_decay": 1.0, "teacher_weight": 1.0, "num_train_epochs": 4}
 
 
 class AmphistaConfig(DraftHeadConfig):
@@ -54,9 +46,6 @@ class AmphistaConfig(DraftHeadConfig):
         num_layers: residual blocks in each head's MLP. The paper's MLP is d to d; here it is Medusa's block.
         layer_config: whose decoder layer the stages and the block are made of; None for the base's own kind (pre-norm,
             with its attention heads and MLP). Stages are causal with rotary positions; the block has neither.
-        lm_head_rank: split each output projection in two factors of this rank (appendix A.2.5, table 11);
-            None for full ones.
-        lm_head_bias: give the output projections a bias.
         share_lm_head: project with the base's lm_head instead of one projection per head.
     """
 
@@ -68,8 +57,6 @@ class AmphistaConfig(DraftHeadConfig):
     use_head_positions: bool = True
     num_layers: int = 1
     layer_config: dict[str, Any] | PreTrainedConfig | None = None
-    lm_head_rank: int | None = None
-    lm_head_bias: bool = False
     share_lm_head: bool = False
 
     @classmethod
@@ -92,24 +79,6 @@ class AmphistaConfig(DraftHeadConfig):
             )
         stages, layers = self.num_stages, self.num_auto_embedding_layers
         self._check_layer(f"num_stages is {stages} and num_auto_embedding_layers is {layers}", stages + layers > 0)
-        if self.lm_head_bias and self.share_lm_head:
-            raise ValueError(
-                "lm_head_bias is True, but share_lm_head is True: the base's lm_head is used as it is, set one of them "
-                "only."
-            )
-        if self.lm_head_rank is not None:
-            self._check_count("lm_head_rank", 1)
-            hidden_size = self.width if isinstance(self.base_config, PreTrainedConfig) else None
-            if hidden_size is not None and self.lm_head_rank > hidden_size:
-                raise ValueError(
-                    f"lm_head_rank is {self.lm_head_rank}, but the hidden size is {hidden_size}: a rank above it saves "
-                    "nothing, ask for less or for None."
-                )
-            if self.share_lm_head:
-                raise ValueError(
-                    f"lm_head_rank is {self.lm_head_rank}, but share_lm_head is True: the base's lm_head is not split, "
-                    "set one of them only."
-                )
 
 
 class AdaptationStage(nn.Module):
@@ -145,7 +114,7 @@ class AmphistaDrafter(MedusaDrafter):
 
     State dict: `stages.{g}.fc.*` and `stages.{g}.adaptation.layer.*` (with the base's names),
     `blocks.{l}.{weight,bias}` (K, ...), `head_positions.weight` (K, H), `auto_embedding.{l}.layer.*`,
-    `projections.{down,up}.{head}.*`.
+    `projections.up.{head}.weight`.
     """
 
     config: AmphistaConfig  # type: ignore[assignment]
@@ -161,9 +130,7 @@ class AmphistaDrafter(MedusaDrafter):
         with_positions = depth > 0 and config.use_head_positions
         positions = torch.zeros(heads, hidden_size)
         self.head_positions = nn.Embedding.from_pretrained(positions, freeze=False) if with_positions else None
-        self.projections = OutputProjections(
-            heads, hidden_size, self.choices, config.share_lm_head, bias=config.lm_head_bias, rank=config.lm_head_rank
-        )
+        self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head)
         groups = max(config.num_stages, 1)
         self._stage_of_head = [head * groups // heads for head in range(heads)]
 
@@ -194,11 +161,7 @@ class AmphistaDrafter(MedusaDrafter):
         return [state.view_as(features) for state in hidden]
 
     def _side_by_side(self, x: Tensor) -> Tensor:
-        """The stages' outputs (G, N, H) through every head's MLP and the auto-embedding block, equations 2 to 5.
-
-        Returns:
-            (K, N, H), of which the output projections give the logits, equation 6.
-        """
+        """The stages' outputs (G, N, H) through every head's MLP and the block, equations 2 to 5: (K, N, H)."""
         x = torch.stack([x[stage] for stage in self._stage_of_head])  # a list as index is a copy from the host
         for block in self.blocks:
             x = block(x)

@@ -29,19 +29,11 @@ class ContextKeys(NamedTuple):
 
 def remember(cache: SlotCache, pairs: list[tuple[Tensor, Tensor]], lengths: Tensor) -> None:
     """Keep each layer's keys and values (B, G, A, E), of which the first lengths (B,) count, behind what is kept."""
-    first = pairs[0][0]
-    count, lengths = first.shape[2], lengths.to(first.device)
-    begins = cache.extent == 0 and not cache.fixed
-    if begins:
-        cache.append()
-    else:
-        cache.place(count)
+    count = pairs[0][0].shape[2]
+    cache.place(count, past=True)
     for layer, pair in enumerate(pairs):
         cache.update(*pair, layer)
-    if begins:
-        cache.count(count, lengths)
-    else:
-        cache.keep(torch.arange(count, device=first.device).expand(len(first), -1), lengths)
+    cache.keep(torch.arange(count, device=pairs[0][0].device).expand(cache.rows, -1), lengths)
 
 
 class BlockLayers(DecoderLayer):
@@ -115,12 +107,9 @@ class BlockLayers(DecoderLayer):
     def over_anchors(
         self, x: Tensor, context: ContextKeys, places: Tensor, anchors: Tensor, real: Tensor | None
     ) -> Tensor:
-        """Blocks (B, M W, H), one behind the other, each with the context up to its place in a text.
+        """Blocks (B, M W, H), one behind the other, each with the context up to its anchor in a text, see `of_text`.
 
-        Args:
-            context, places: see `of_text`.
-            anchors: (B, M) indices of the last position of the context that a block sees.
-            real: (B, T) where the text is no padding; None: everywhere.
+        anchors: (B, M) indices of the last position that a block sees; real: (B, T) where the text is no padding.
         """
         size = x.shape[1] // anchors.shape[1]
         at = places.gather(1, anchors) + 1  # (B, M) the anchors' positions

@@ -3,11 +3,9 @@
 Shapes: B rows, T positions, A newly verified positions, n nodes of a level, M nodes of the tree so far, H hidden.
 """
 
-import contextlib
 import copy
 import inspect
 import itertools
-from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,34 +20,22 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from hf_drafthead.bases.probe import CHOOSES_KEYS
 from hf_drafthead.bases.releases import CACHE, cache_argument
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.modeling.chain_attention import CHAINS
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "norm_f")
 FULL_ATTENTION = ("full_attention",)
 
 
-class ChainKeys:
-    """Keys and values of every layer and step of chains of guesses, as a text is trained on.
+class ChainKeys(NamedTuple):
+    """Keys and values of every layer and step of chains of guesses, as a text is trained on: the cache of step k.
 
     Taking those of a step a second time changes nothing: a layer that is recomputed in the backward pass does that.
     """
 
-    def __init__(self) -> None:
-        self._taken: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-
-    def at(self, step: int) -> "StepKeys":
-        """What the layers are given as their cache in a step."""
-        return StepKeys(self._taken, step)
-
-
-class StepKeys(NamedTuple):
-    """The cache of one step of `ChainKeys`."""
-
     taken: dict[tuple[int, int], tuple[Tensor, Tensor]]
-    step: int
+    step: int = 0
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, G, (1 + k) T, D) of a layer up to this step, k."""
+        """Keys and values (B, G, (1 + k) T, D) of a layer up to this step."""
         self.taken.setdefault((layer, self.step), (keys, values))
         before = [self.taken[layer, step] for step in range(self.step)]
         all_keys, all_values = zip(*before, (keys, values))
@@ -153,39 +139,18 @@ class DecoderLayer(nn.Module):
         return self._run(x, positions, self._additive(seen, x))
 
     def over_chains(self, chains: "ChainKeys", x: Tensor, step: int, attention_mask: Tensor | None) -> Tensor:
-        """A step of chains of guesses, one chain from every position of a text, as EAGLE-3 is trained.
+        """Step k of chains of guesses (B, T, H), one from every position of a text, as EAGLE-3 is trained.
 
-        In step k a position sees the text up to itself as it was in step 0, and itself in the steps since: what a node
-        k below it would see in a generation.
-
-        Args:
-            chains: of the steps before; those of this step are added.
-            x: (B, T, H).
-            step: k, from 0 on.
-            attention_mask: (B, T) 1 where the text is real.
+        A position sees the text up to itself as it was in step 0, and itself in the steps since: what a node k below it
+        would see in a generation. The keys of this step are added to those of the steps before.
         """
-        cache: Any = chains.at(step)
+        cache: Any = ChainKeys(chains.taken, step)
         positions, seen = self._of_text(x, attention_mask, step)
-        attention = getattr(self.layer, "self_attn", None)
-        joins = x.device.type == "cpu" and not getattr(attention, "attention_dropout", attention is None)
-        if seen is None and self._takes_causal_flag and (step == 0 or joins):
-            with self._attention(CHAINS) if step else contextlib.nullcontext():
-                return self._run(x, positions + step, None, cache)
+        if seen is None and self._takes_causal_flag and step == 0:
+            return self._run(x, positions, None, cache)
         seen = self._causal(positions) if seen is None else seen
         itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device).expand_as(seen)
         return self._run(x, positions + step, self._additive(torch.cat([seen, *[itself] * step], dim=2), x), cache)
-
-    @contextlib.contextmanager
-    def _attention(self, name: str) -> Iterator[None]:
-        """Compute attention by this function of transformers' registry."""
-        before = [(config, config._attn_implementation) for config in self._configs()]
-        for config, _ in before:
-            config._attn_implementation_internal = name
-        try:
-            yield
-        finally:
-            for config, previous in before:
-                config._attn_implementation_internal = previous
 
     def _configs(self) -> list[PreTrainedConfig]:
         """From which the layer's modules read how to compute attention and experts."""
@@ -194,31 +159,26 @@ class DecoderLayer(nn.Module):
 
     def over_verified(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> Tensor:
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
-        order = torch.arange(x.shape[1], device=x.device)
-        if not cache.fixed and cache.extent == 0:
-            return self._over_prompt(cache, x, lengths, order)
-        cache.place(len(order))
-        seen = (order <= order[:, None])[None]
-        out = self._behind(cache, x, order[None], self._begun(seen, cache.lengths) if self.first else seen)
-        cache.keep(order.expand(len(x), -1), lengths.to(x.device))
+        order = torch.arange(x.shape[1], device=x.device)[None]
+        if cache.place(x.shape[1], past=True):
+            out = self._run(x, order - self.first, self._of_prompt(x, order, cache.lengths), cache)
+        else:
+            seen = order[:, None] <= order[..., None]
+            out = self._behind(cache, x, order, self._begun(seen, cache.lengths) if self.first else seen)
+        cache.keep(order.expand(len(x), -1), lengths)
         return out
 
-    def _over_prompt(self, cache: SlotCache, x: Tensor, lengths: Tensor, order: Tensor) -> Tensor:
-        """As `over_verified`, behind nothing, where plain causal attention is all there is."""
-        cache.append()
-        seen = None if self._takes_causal_flag and not self._hides(len(order)) else self._causal(order[None])
-        seen = self._begun(seen, cache.lengths) if self.first and seen is not None else seen
-        out = self._run(x, order[None] - self.first, self._additive(seen, x), cache)
-        cache.count(len(order), lengths.to(x.device))
-        return out
+    def _of_prompt(self, x: Tensor, order: Tensor, past: Tensor) -> Tensor | None:
+        """The mask of positions behind nothing; None where plain causal attention is all there is."""
+        if self._takes_causal_flag and not self._hides(x.shape[1]):
+            return None
+        seen = self._causal(order)
+        return self._additive(self._begun(seen, past) if self.first else seen, x)
 
     def over_nodes(self, cache: SlotCache, x: Tensor, depth: int, ancestors: Tensor) -> Tensor:
-        """A level of nodes (B, n, H): each sees the verified positions and its ancestors, and is soon forgotten.
+        """A level of nodes (B, n, H) so many positions behind the last verified one: they are soon forgotten.
 
-        Args:
-            depth: how many positions the nodes lie behind the last verified one.
-            ancestors: (B, n, M) which nodes of the tree so far each sees, those of this level first, then those of the
-                level before, and so on: the order in which the cache holds them.
+        ancestors: (B, n, M) which nodes of the tree so far each sees, the last level first, as the cache holds them.
         """
         count = x.shape[1]
         cache.place(count, again=ancestors.shape[2] > count)
@@ -293,14 +253,8 @@ class DecoderLayer(nn.Module):
         if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
             return self._through(layer, x, positions, mask, cache)
         layer.apply(lambda part: setattr(part, "gradient_checkpointing", False))
-        out: Tensor = checkpoint(
-            self._through, layer, x, positions, mask, cache, use_reentrant=False, context_fn=self._again
-        )
+        out: Tensor = checkpoint(self._through, layer, x, positions, mask, cache, use_reentrant=False)
         return out
-
-    def _again(self) -> tuple[contextlib.AbstractContextManager, contextlib.AbstractContextManager]:
-        """In what a layer runs, and is recomputed: with the attention function of this step."""
-        return contextlib.nullcontext(), self._attention(self._configs()[0]._attn_implementation or "eager")
 
 
 def final_norm(decoder: nn.Module) -> nn.Module | None:
@@ -308,15 +262,13 @@ def final_norm(decoder: nn.Module) -> nn.Module | None:
     return next((norm for name in FINAL_NORMS if (norm := getattr(decoder, name, None)) is not None), None)
 
 
-def next_level(ancestors: Tensor | None, parents: Tensor, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (B, 1) and parents (B, n) to index the last level with, and which nodes (B, n, M) the next one sees.
+def next_level(ancestors: Tensor | None, parents: Tensor) -> Tensor:
+    """Which nodes (B, n, M) those with parents (B, n, 1) see, themselves included, of those that the last level sees.
 
-    ancestors: which ones the last level sees; None: that was the root, of which no node is in a cache.
+    No ancestors: that was the root, of which no node is in a cache.
     """
-    rows = torch.arange(parents.shape[0], device=device).unsqueeze(1)
-    parents = parents.to(device)
-    diagonal = torch.eye(parents.shape[1], dtype=torch.bool, device=device).expand(parents.shape[0], -1, -1)
-    return rows, parents, diagonal if ancestors is None else torch.cat([diagonal, ancestors[rows, parents]], dim=2)
+    itself = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
+    return itself if ancestors is None else torch.cat([itself, ancestors.take_along_dim(parents, dim=1)], dim=2)
 
 
 def has_layers(config: PreTrainedConfig, layer_types: tuple[str, ...] = FULL_ATTENTION, rotary: bool = True) -> bool:
@@ -346,14 +298,9 @@ def one_layer_config(config: PreTrainedConfig, layer_types: tuple[str, ...] = FU
 
 
 def last_layer_config(config: PreTrainedConfig, fields: dict[str, Any], model_type: str | None) -> PreTrainedConfig:
-    """The config of a model whose only layer is like a model's last, with attention to all positions.
+    """The config of a model whose only layer is like a model's last but for these fields, or of another type of model.
 
     Where the config says of which kinds its modules for multi-token prediction are, it is of these.
-
-    Args:
-        config: of that model.
-        fields: that the layer has otherwise.
-        model_type: of another model, whose parts it has, of the same sizes.
     """
     last = copy.deepcopy(config)
     if model_type is not None:
@@ -371,6 +318,13 @@ def last_layer_config(config: PreTrainedConfig, fields: dict[str, Any], model_ty
         if getattr(last, name, None) is not None:
             setattr(last, name, value)
     return last
+
+
+def windows_of(config: PreTrainedConfig, layers: int) -> list[int | None]:
+    """How many positions each of a model's first layers sees; None for all."""
+    window = getattr(config, "sliding_window", None)
+    kinds = list(getattr(config, "layer_types", None) or ["sliding_attention"] * layers)[:layers]
+    return [window if kind == "sliding_attention" else None for kind in kinds] + [None] * (layers - len(kinds))
 
 
 def types_of(config: PreTrainedConfig) -> tuple[str, ...]:

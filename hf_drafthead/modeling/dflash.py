@@ -26,6 +26,7 @@ from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.block_layers import BlockLayers
 from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.decoder_layer import windows_of
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.layers import copy_if_as_wide, copy_layer, is_rms_norm, llama_like
@@ -119,10 +120,7 @@ class DFlashConfig(DraftHeadConfig):
     @property
     def windows(self) -> list[int | None]:
         """Of each layer, how far before the anchor its slots see; None for all."""
-        kinds = getattr(self.own_layer, "layer_types", None) or ()
-        window = getattr(self.own_layer, "sliding_window", None)
-        sliding = [layer < len(kinds) and kinds[layer] == "sliding_attention" for layer in range(self.num_layers)]
-        return [window if slides else None for slides in sliding]
+        return windows_of(self.own_layer, self.num_layers)
 
     def check(self) -> None:
         """Fill in what is to be as published, once the base is known, and refuse what cannot be built."""
@@ -196,13 +194,7 @@ class MarkovHead(nn.Module):
         self.joint = nn.Linear(width + 2 * rank, 3 * rank) if kind == "rnn" else None
 
     def forward(self, before: Tensor, hidden: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
-        """What W2 is applied to (..., R), and the memory (..., R) of an "rnn" after it.
-
-        Args:
-            before: (..., R) W1 of the tokens before.
-            hidden: (..., H) of the slot.
-            memory: (..., R) of the path before, zeros at the anchor.
-        """
+        """What W2 is applied to (..., R) by W1 of the tokens before (..., R), and the memory (..., R) after it."""
         if self.gate is not None:
             return self.gate(torch.cat([hidden, before], -1)).sigmoid() * before, memory
         if self.joint is None:
@@ -289,8 +281,7 @@ class DFlashDrafter(Drafter):
             hidden = self._slots(state.cache, tokens)
             logits = self._scores(hidden)
         if memory is not None:
-            rows = torch.arange(len(tokens), device=memory.device)[:, None]
-            memory = memory[rows, parents.to(memory.device)]
+            memory = memory.take_along_dim(parents.to(memory.device)[..., None], dim=1)
         slot = hidden[:, level, None].expand(-1, 1 if self.markov is None else tokens.shape[1], -1)
         slot, memory = self._slot(slot, tokens, memory)
         scores = logits[:, level, None] + self._bias(slot)

@@ -68,12 +68,7 @@ class DFlash2Config(DFlashConfig):
 
 
 class SlotConvolution(nn.Module):
-    """Kernels before and behind a sublayer, over a slot of a block and those before it; the identity at first.
-
-    Attributes:
-        base_kernel: (2, taps, H), before and behind.
-        kernel_projection: what the sublayer's input adds to them, (2 taps G).
-    """
+    """Kernels before and behind a sublayer, over a slot of a block and those before it; the identity at first."""
 
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
@@ -97,12 +92,7 @@ class SlotConvolution(nn.Module):
 
 
 class ConvolvedLayer(nn.Module):
-    """A decoder layer with convolutions around its attention and its MLP.
-
-    Args:
-        layer: an ordinary one, whose parts are taken over.
-        config: of the drafter.
-    """
+    """A decoder layer with convolutions around its attention and its MLP, made of an ordinary one."""
 
     input_layernorm: Any
     self_attn: Any
@@ -114,11 +104,8 @@ class ConvolvedLayer(nn.Module):
         for name, part in layer.named_children():
             setattr(self, name, part)
         how = config.own_layer.hidden_size, config.conv_kernel_size, config.conv_group_size
-        self.attention_conv, self.mlp_conv, self.block_size = (
-            SlotConvolution(*how),
-            SlotConvolution(*how),
-            config.block_size,
-        )
+        self.attention_conv, self.mlp_conv = SlotConvolution(*how), SlotConvolution(*how)
+        self.block_size = config.block_size
 
     def forward(self, x: Tensor, position_ids: Tensor, **attention: Any) -> Tensor:
         """(B, M W, H), blocks one behind the other."""
@@ -152,13 +139,14 @@ class DFlash2State(NamedTuple):
     """The verified context, and the block behind it once a tree has begun.
 
     hidden: (B, K, H) of the slots that are read; scores, candidates: (B, K, k) of the best tokens, and which they are
-    among the D; level: how many were guessed.
+    among the D; inside: (B, K, 1) the log-probability that the slot has one of these; level: how many were guessed.
     """
 
     cache: SlotCache
     hidden: Tensor | None = None
     scores: Tensor | None = None
     candidates: Tensor | None = None
+    inside: Tensor | None = None
     level: int = 0
 
 
@@ -189,12 +177,15 @@ class DFlash2Drafter(DFlashDrafter):
         if state.hidden is None:
             hidden = self._slots(state.cache, tokens)
             logits = self._scores(hidden)
-            state = DFlash2State(state.cache, hidden, *logits.topk(self.config.selector_top_k))
+            scores, candidates = logits.topk(self.config.selector_top_k)
+            inside = scores.logsumexp(-1, keepdim=True) - logits.logsumexp(-1, keepdim=True)
+            state = DFlash2State(state.cache, hidden, scores, candidates, inside)
         level, count = state.level, tokens.shape[1]
         pair = self.selector(tokens, state.hidden[:, level, None].expand(-1, count, -1))
         candidates = state.candidates[:, level, None].expand(-1, count, -1)
         scores = state.scores[:, level, None] + self._of_pairs(pair, candidates)
-        return state._replace(level=level + 1), Guesses(self._among_all(scores, candidates), self.draft_tokens)
+        guesses = Guesses(self._among_all(scores, candidates), self.draft_tokens, state.inside[:, level, None])
+        return state._replace(level=level + 1), guesses
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         scores, candidates = self.unary_logits(head, hidden).topk(self.config.selector_top_k)
@@ -204,13 +195,7 @@ class DFlash2Drafter(DFlashDrafter):
         return self._scores(hidden[..., : self.config.own_layer.hidden_size])
 
     def choice_loss(self, hidden: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy (M,) of the choice among the candidates; a target that is none stands in the weakest's place.
-
-        Args:
-            hidden: (M, S) states.
-            logits: (M, D) unary ones.
-            targets: (M,) among the D, below 0 for none.
-        """
+        """Cross-entropy (M,) of the choice among the candidates, the target taking the weakest one's place."""
         candidates = logits.detach().topk(self.config.selector_top_k).indices
         places = targets.clamp(min=0)[:, None]
         missing = ~(candidates == places).any(1, keepdim=True)

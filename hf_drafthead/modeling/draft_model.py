@@ -175,15 +175,11 @@ class DraftModelDrafter(Drafter):
         if state.over or (not cache.fixed and self.limit is not None and cache.extent + count > self.limit):
             return DraftModelState(cache, state.scores, over=True)
         order = torch.arange(count, device=device)
-        if not cache.fixed and cache.extent == 0:  # behind nothing it is read as any text is
-            cache.append()
+        if cache.place(count, past=True):
             scores = self._scores(tokens, order.expand_as(tokens), None, cache)
-            cache.count(count, lengths)
         else:
-            cache.place(count)
-            seen = (order <= order[:, None])[None]
-            scores = self._over_nodes(cache, tokens, order[None], seen)
-            cache.keep(order.expand_as(tokens), lengths)
+            scores = self._over_nodes(cache, tokens, order[None], (order <= order[:, None])[None])
+        cache.keep(order.expand_as(tokens), lengths)
         return DraftModelState(cache, last_valid(state.scores, scores, lengths))
 
     def expand(self, state: DraftModelState, tokens: Tensor, parents: Tensor) -> tuple[DraftModelState, Guesses]:
@@ -194,7 +190,7 @@ class DraftModelDrafter(Drafter):
             scores, ancestors = state.scores.unsqueeze(1), None
         else:
             count = tokens.shape[1]
-            _, _, ancestors = next_level(state.ancestors, parents, device)
+            ancestors = next_level(state.ancestors, parents.to(device)[..., None])
             cache.place(count, again=state.depth > 1)
             depths = torch.full((1, count), state.depth - 1, device=device)
             scores = self._over_nodes(cache, tokens.to(device), depths, ancestors)
@@ -221,11 +217,7 @@ class DraftModelDrafter(Drafter):
         return self.model.get_output_embeddings()
 
     def _over_nodes(self, cache: SlotCache, tokens: Tensor, depths: Tensor, ancestors: Tensor) -> Tensor:
-        """What the logits at nodes (B, n) are made of, (B, n, S), each node seeing the past and its ancestors.
-
-        Args:
-            depths: (1, n) how many positions each lies behind the row's past.
-        """
+        """What the logits at nodes (B, n), so many positions (1, n) behind the row's past, are made of (B, n, S)."""
         past = cache.lengths[:, None] + depths
         masks = {
             kind: cache.mask(ancestors, depths, self.model.dtype, window)

@@ -17,7 +17,7 @@ from hf_drafthead.bases.output_layer import OutputLayer
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
-from hf_drafthead.modeling.layers import OutputProjections, VocabularyRows, copy_if_as_wide, weight_of
+from hf_drafthead.modeling.layers import VocabularyRows, copy_if_as_wide, weight_of
 
 logger = logging.get_logger(__name__)
 
@@ -152,8 +152,6 @@ class Drafter(nn.Module):
 
     def copy_projections(self) -> None:
         """Start own output projections from the base's, of the draft vocabulary where there is one."""
-        if isinstance(projections := getattr(self, "projections", None), OutputProjections):
-            projections.copy_from_base(self.output, self.draft_tokens)
         for lm_head in self.lm_heads():
             rows = weight_of(self.output.head, like=lm_head.weight)
             if not rows.is_meta:
@@ -162,7 +160,8 @@ class Drafter(nn.Module):
 
     def lm_heads(self) -> list[nn.Linear]:
         """Those whose logits are of the draft vocabulary, or of all tokens."""
-        return [] if self.lm_head is None else [self.lm_head]
+        projections: Any = getattr(self, "projections", None)
+        return [*projections.up] if projections is not None else [] if self.lm_head is None else [self.lm_head]
 
     def check_values(self, path: str) -> None:
         """Refuse what was loaded from a path if its values cannot be used, though its shapes fit, by a ValueError."""

@@ -44,8 +44,6 @@ class EagleConfig(DraftHeadConfig):
 
     Args:
         fc_bias: give the joining layer a bias, as most published weights have.
-        feature_layers: which hidden states of the base are read, -1 for the last one after the norm; several are
-            first brought to one by a linear layer.
         layer_config: whose decoder layer it is; None for the base's own kind.
     """
 
@@ -54,22 +52,11 @@ class EagleConfig(DraftHeadConfig):
 
     num_draft_heads: int = 1
     fc_bias: bool = False
-    feature_layers: list[int] | tuple[int, ...] = (-1,)
     layer_config: dict[str, Any] | PreTrainedConfig | None = None
 
     def check(self) -> None:
         super().check()
         self._check_single_head("EAGLE has 1 head that guesses")
-        layers = self.feature_layers
-        if not isinstance(layers, (list, tuple)) or not layers or not all(type(layer) is int for layer in layers):
-            raise ValueError(f"feature_layers is {layers!r}: expected a list of layer numbers, such as [-1].")
-        self.feature_layers = list(layers)
-        depth = getattr(self.get_text_config(), "num_hidden_layers", None)
-        if depth and not all(-depth - 1 <= layer <= depth for layer in layers):
-            raise ValueError(
-                f"feature_layers is {self.feature_layers}, but the base has {depth} layers: its hidden states are "
-                f"numbered from 0 (embeddings) to {depth}, or from -1 down to {-depth - 1}."
-            )
         self._check_layer("an EAGLE head is a decoder layer", True)
 
 
@@ -86,30 +73,20 @@ class EagleState(NamedTuple):
 class EagleDrafter(Drafter):
     """One layer that runs on its own guesses.
 
-    `reduce` brings the base's features (..., F*H) to what the layer reads (..., H); `feed_back` gives what it reads of
-    its own output in their place.
-
     State dict: `fc.{weight,bias}` (H, 2H), embedding first; `body.layer.*` with the base's names, without the layer's
-    input norm; `reduce.weight` (H, FH) where several feature layers are read.
+    input norm.
     """
 
     config: EagleConfig
     keeps_history = True
     layers = 1
     body: DecoderLayer
-    reduce: Callable[[Tensor], Tensor]
-    feed_back: Callable[[Tensor], Tensor]
+    reduce: Callable[[Tensor], Tensor] = nn.Identity()  # what the layer reads (..., H) of features (..., F*H)
+    feed_back: Callable[[Tensor], Tensor] = nn.Identity()  # and of its own output in their place
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        hidden_size, text = config.width, config.get_text_config()
-        self.reads = tuple(config.feature_layers)
-        last = (-1, getattr(text, "num_hidden_layers", None))
-        wide = sum(hidden_size if layer in last else text.hidden_size for layer in self.reads)
-        alone = len(self.reads) == 1 and wide == hidden_size
-        self.reduce = nn.Identity() if alone else nn.Linear(wide, hidden_size, bias=False)
-        self.feed_back = nn.Identity()
-        self.fc = nn.Linear(2 * hidden_size, hidden_size, bias=config.fc_bias)
+        self.fc = nn.Linear(2 * config.width, config.width, bias=config.fc_bias)
         self.body = DecoderLayer(config.own_layer, input_norm=False)
 
     def start(self, batch_size: int, capacity: int) -> EagleState:
@@ -124,8 +101,9 @@ class EagleDrafter(Drafter):
     def expand(self, state: EagleState, tokens: Tensor, parents: Tensor) -> tuple[EagleState, Guesses]:
         out, ancestors = state.last.unsqueeze(1), None  # the root's own pair was observed already
         if state.level is not None:
-            rows, parents, ancestors = next_level(state.ancestors, parents, state.last.device)
-            x = self._joined(self.feed_back(state.level[rows, parents]), tokens)
+            parents = parents.to(state.last.device)[..., None]
+            ancestors = next_level(state.ancestors, parents)
+            x = self._joined(self.feed_back(state.level.take_along_dim(parents, dim=1)), tokens)
             out = self.body.over_nodes(state.cache, x, state.depth, ancestors)
         state = EagleState(state.cache, state.last, out, ancestors, state.depth + 1)
         return state, Guesses(self.head_logits(0, out), self.draft_tokens)

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer
+from hf_drafthead.modeling.decoder_layer import ChainKeys, DecoderLayer, windows_of
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.eagle import EagleDrafter
 from hf_drafthead.modeling.layers import llama_like
@@ -91,11 +91,7 @@ class Eagle3Config(DraftHeadConfig):
     @property
     def window(self) -> int | None:
         """How many positions the layers see; None for all."""
-        layer = self.own_layer
-        kinds = set((getattr(layer, "layer_types", None) or ())[: self.num_layers])
-        if kinds and "sliding_attention" not in kinds:
-            return None
-        return getattr(layer, "sliding_window", None)
+        return windows_of(self.own_layer, self.num_layers)[0]
 
     @property
     def eps(self) -> float:
@@ -138,13 +134,7 @@ class Eagle3Config(DraftHeadConfig):
 class PairLayer(nn.Module):
     """A decoder layer whose attention reads an embedding and a feature side by side, each normed on its own.
 
-    Args:
-        layer: an ordinary one, whose parts are taken over.
-        eps: of the norm of the features.
-        normed_residual: add the attention's output to the normed feature.
-
-    Raises:
-        ValueError: the layer has other parts than a LLaMA's.
+    It takes over the parts of an ordinary layer, which must be those of a LLaMA's (ValueError).
     """
 
     def __init__(self, layer: nn.Module, eps: float, normed_residual: bool) -> None:
@@ -158,11 +148,8 @@ class PairLayer(nn.Module):
                 "config of a model whose layers have the parts of a LLaMA layer, such as a LlamaConfig."
             )
         self.normed_residual = normed_residual
-        self.input_layernorm, self.post_attention_layernorm = (
-            parts["input_layernorm"],
-            parts["post_attention_layernorm"],
-        )
-        self.self_attn, self.mlp = parts["self_attn"], parts["mlp"]
+        self.input_layernorm, self.self_attn = parts["input_layernorm"], parts["self_attn"]
+        self.post_attention_layernorm, self.mlp = parts["post_attention_layernorm"], parts["mlp"]
         for name in ("q_proj", "k_proj", "v_proj"):
             old = getattr(self.self_attn, name)
             new = nn.Linear(2 * old.in_features, old.out_features, bias=old.bias is not None)
@@ -228,7 +215,7 @@ class Eagle3Drafter(EagleDrafter):
 
         A chain reads the true tokens, but in the place of features its own output of the entry before.
         """
-        chains = ChainKeys()
+        chains = ChainKeys({})
         states, x = [], self.reduce(features)
         for step in range(self.config.num_draft_heads):
             pair = self._joined(x, input_ids.roll(-1 - step, dims=1))

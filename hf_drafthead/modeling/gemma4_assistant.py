@@ -150,11 +150,7 @@ def assistant_like(text: Any, layers: int) -> PreTrainedConfig:
 
 
 class AssistantLayers(DecoderLayer):
-    """Decoder layers that are handed keys and values of another model.
-
-    Args:
-        config: of a Gemma 4 text model.
-    """
+    """Decoder layers of a Gemma 4 text model that are handed keys and values of another model."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         nn.Module.__init__(self)
@@ -168,12 +164,7 @@ class AssistantLayers(DecoderLayer):
         self.window, self.first, self._sdpa, self._takes_causal_flag = None, 0, True, True
 
     def forward(self, x: Tensor, positions: Tensor, masks: dict[str, Tensor], pairs: dict[str, Any]) -> Tensor:
-        """Output (B, n, W) for inputs at positions (B, n).
-
-        Args:
-            masks: of each type of attention (B, 1, n or 1, S), additive.
-            pairs: keys and values (B, G, S, E).
-        """
+        """(B, n, W) at positions (B, n); of each type of attention a mask (B, 1, n or 1, S), and keys and values."""
         turned = {kind: self.rotary(x, positions, kind) for kind in pairs}
         for layer, kind in zip(self.layers, self.types):
             about = {"position_embeddings": turned[kind], "attention_mask": masks[kind], "position_ids": positions}
@@ -264,8 +255,7 @@ class GemmaAssistantDrafter(Drafter):
     def expand(self, state: AssistantState, tokens: Tensor, parents: Tensor) -> tuple[AssistantState, Guesses]:
         cache, hidden = state.cache, state.level
         if state.depth:
-            rows = torch.arange(len(tokens), device=hidden.device)[:, None]
-            hidden = hidden[rows, parents.to(hidden.device)]
+            hidden = hidden.take_along_dim(parents.to(hidden.device)[..., None], dim=1)
         pairs = {kind: cache.past(number) for number, kind in enumerate(self.config.kinds)}
         root = torch.zeros(1, 1, dtype=torch.long, device=hidden.device)
         nothing = root.new_zeros(1, 1, 0, dtype=torch.bool)

@@ -20,16 +20,10 @@ from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import shortened
 from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock
+from hf_drafthead.modeling.medusa import MEDUSA_RECIPE
 
 # Ankner et al. 2024, section 5
-HYDRA_RECIPE: dict[str, Any] = {
-    "next_token_weight": 1.0,
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 0.1,
-    "weight_decay": 0.0,
-    "num_train_epochs": 1,
-}
+HYDRA_RECIPE: dict[str, Any] = {**MEDUSA_RECIPE, "head_decay": 1.0, "num_train_epochs": 1}
 # sections 3.1 and 5 of the same, and the published command
 HYDRA_PLUS_PLUS_RECIPE: dict[str, Any] = {
     "next_token_weight": 0.0,
@@ -154,8 +148,7 @@ class HydraDrafter(Drafter):
         return HydraState(last, last.unsqueeze(1), cache=state.cache)
 
     def expand(self, state: HydraState, tokens: Tensor, parents: Tensor) -> tuple[HydraState, Guesses]:
-        rows = torch.arange(tokens.shape[0], device=state.paths.device).unsqueeze(1)
-        above = state.paths[rows, parents.to(rows.device)]
+        above = state.paths.take_along_dim(parents.to(state.paths.device)[..., None], dim=1)
         paths = torch.cat([above, self.embed(tokens, like=above)], dim=-1)
         logits = self.head_logits(state.level, self.heads[state.level](paths))
         return HydraState(state.features, paths, state.level + 1, state.cache), Guesses(logits, self.draft_tokens)

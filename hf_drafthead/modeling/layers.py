@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from transformers import LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from hf_drafthead.bases.output_layer import OutputLayer
-
 
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b), with W = 0 at the start (Medusa, section 2.1.1; b as in the published code)."""
@@ -28,12 +26,7 @@ class ResidualBlock(nn.Module):
 
 
 class ParallelBlocks(nn.Module):
-    """One residual block per head, all heads in one batched product.
-
-    Attributes:
-        weight: (K, H, H), head i's W in row i.
-        bias: (K, H).
-    """
+    """One residual block per head, all heads in one batched product: weight (K, H, H), bias (K, H)."""
 
     def __init__(self, heads: int, hidden_size: int) -> None:
         super().__init__()
@@ -48,58 +41,15 @@ class ParallelBlocks(nn.Module):
 
 
 class OutputProjections(nn.Module):
-    """From a head's state to logits: each head's own projection, or the base's lm_head for all of them.
+    """From a head's state to logits: each head's own projection, or with `shared` none: the base's lm_head is used."""
 
-    Args:
-        heads: K.
-        hidden_size: H.
-        vocab_size: V, or D where the heads choose among some tokens only.
-        shared: there are no own ones: the base's lm_head is used.
-        bias: give the own projections a bias.
-        rank: split the own projections in two factors of this rank (Amphista, table 11); None for full ones.
-    """
-
-    def __init__(
-        self, heads: int, hidden_size: int, vocab_size: int, shared: bool, bias: bool = False, rank: int | None = None
-    ) -> None:
+    def __init__(self, heads: int, hidden_size: int, vocab_size: int, shared: bool, bias: bool = False) -> None:
         super().__init__()
         self.shared = shared
-        self.rank = hidden_size if rank is None else rank
-        count = 0 if shared else heads
-        low = 0 if rank is None else count
-        self.down = nn.ModuleList(nn.Linear(hidden_size, self.rank, bias=False) for _ in range(low))
-        self.up = nn.ModuleList(nn.Linear(self.rank, vocab_size, bias=bias) for _ in range(count))
-
-    def copy_from_base(self, output: OutputLayer, tokens: Tensor | None) -> None:
-        """Start from the lm_head of the base with the scale of its logits, or the nearest that a low rank allows.
-
-        Of a draft vocabulary (D,) only the rows of its tokens are wanted.
-        """
-        if self.shared:
-            return
-        with torch.no_grad():
-            start = weight_of(output.head, like=next(self.parameters()))
-            if start.is_meta:
-                return
-            if tokens is not None:
-                start = start[tokens.to(start.device)]
-            start = start * output.scale()
-            if self.down:
-                # Its best approximation: W's singular vectors, from the small W'W (H, H), for a full decomposition of
-                # (V, H) takes minutes.
-                wide = start.float()
-                basis = torch.linalg.eigh(wide.T @ wide).eigenvectors.flip(1)[:, : self.rank]  # largest first
-                start = wide @ basis
-                for weight in self.down.parameters():
-                    weight.copy_(basis.T)
-            for parameter in self.up.parameters():
-                if parameter.dim() == 2:  # not a bias
-                    parameter.copy_(start)
+        self.up = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=bias) for _ in range(0 if shared else heads))
 
     def forward(self, head: int, hidden: Tensor) -> Tensor:
         """Logits (..., V) of one head from its state (..., H), by its own projection."""
-        if self.down:
-            hidden = self.down[head](hidden)
         return self.up[head](hidden)
 
 
@@ -116,12 +66,9 @@ class VocabularyRows:
         return self._rows is not None
 
     def __call__(self, head: Any, tokens: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight (D, H) and bias (D,) or None.
+        """Weight (D, H) and bias (D,) or None of an output projection, which may be quantized or offloaded.
 
-        Args:
-            head: the output projection, a linear layer, which may be quantized or offloaded.
-            tokens: (D,) ids.
-            like: where the rows are wanted; of a quantized projection also in which type.
+        like: where the rows are wanted; of a quantized projection also in which type.
         """
         weight = head.weight
         if weight.requires_grad and torch.is_grad_enabled():  # it learns through its rows
@@ -214,13 +161,7 @@ def copy_layer(target: nn.Module, source: nn.Module) -> bool:
 def llama_like(
     text: PreTrainedConfig, layers: int, width: int | None = None, kind: type[PreTrainedConfig] = LlamaConfig
 ) -> Any:
-    """The config of a LLaMA, or of another such model, of the sizes that a base's text config gives.
-
-    Args:
-        layers: how many it has.
-        width: its hidden size, where that is not the base's.
-        kind: class of the config.
-    """
+    """The config of a LLaMA, or of another such model, of the sizes that a base's text config gives, or of a width."""
 
     def field(name: str) -> Any:
         """What the config says, of the first layer where it says it of each."""

@@ -150,7 +150,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         """Let heads share the base's lm_head where their own projections would be large beside the base."""
         with torch.device("meta"), no_init_weights():
             projections = getattr(cls.drafter_class(config), "projections", None)
-        if projections is None or any(getattr(config, name, None) for name in ("lm_head_rank", "lm_head_bias")):
+        if projections is None:
             return
         size, of_base = (sum(parameter.numel() for parameter in module.parameters()) for module in (projections, base))
         if size < LARGE_PROJECTIONS or 3 * size <= of_base:

@@ -37,6 +37,7 @@ from hf_drafthead.modeling.decoder_layer import (
     last_layer_config,
     next_level,
     types_of,
+    windows_of,
 )
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import read_ranking
@@ -124,12 +125,6 @@ class MtpConfig(DraftHeadConfig):
         """The lm_head of a base with many tokens costs several times what a module does."""
         return (self.known_tokens or 0) > LARGE_VOCABULARY
 
-    @property
-    def window(self) -> int | None:
-        """How many positions the block sees; None for all."""
-        full = getattr(self.own_layer, "layer_types", None) and types_of(self.own_layer)[0] != "sliding_attention"
-        return None if full else getattr(self.own_layer, "sliding_window", None)
-
     def check(self) -> None:
         """Fill in what is to be as the base's architecture has it, once that is known; refuse what cannot be built."""
         if isinstance(self.base_config, PreTrainedConfig):
@@ -174,16 +169,14 @@ class MtpLayer(DecoderLayer):
 class MtpModule(nn.Module):
     """One module: an embedding and a hidden state are normed, joined, and go through a decoder layer.
 
-    Args:
-        config: of the heads.
-        index: which module it is; its first positions lie before the text, so many as this.
-        choices: D, or V.
+    Module i is the one with the first i positions before the text.
     """
 
     def __init__(self, config: MtpConfig, index: int, choices: int) -> None:
         super().__init__()
         self.hidden_first, width = config.hidden_first, config.width
-        how: dict[str, Any] = {"window": config.window, "layer_types": types_of(config.own_layer), "first": index}
+        (window,), types = windows_of(config.own_layer, 1), types_of(config.own_layer)
+        how: dict[str, Any] = {"window": window, "layer_types": types, "first": index}
         rotary = MTP_KINDS.get(config.own_layer.model_type, MtpKind()).rotary
         body = MtpLayer(config.own_layer, ends_with_norm=True, rotary=rotary, **how)
         norm = nn.RMSNorm(width, eps=1e-6) if isinstance(body.norm, nn.Identity) else body.norm
@@ -259,13 +252,14 @@ class MtpDrafter(Drafter):
     def expand(self, state: MtpState, tokens: Tensor, parents: Tensor) -> tuple[MtpState, Guesses]:
         level, ancestors, depths, modules = state.level, state.ancestors, state.depths, self._modules_of()
         if state.depth:  # the root's own pairs were observed already
-            rows, parents, ancestors = next_level(ancestors, parents, depths.device)
+            parents = parents.to(depths.device)[..., None]
+            ancestors = next_level(ancestors, parents)
             embeddings, next_outputs = self.embed(tokens, like=level[0]), []
             depths = torch.cat([depths.new_full((tokens.shape[1],), state.depth), depths])
             first = state.depth if len(modules) > 1 else 0
             readers = zip(modules[first:], state.caches[first:], modules[max(first - 1, 0) :], level)
             for module, cache, before, outputs in readers:
-                x = module(self._fed_back(before, outputs[rows, parents]), embeddings)
+                x = module(self._fed_back(before, outputs.take_along_dim(parents, dim=1)), embeddings)
                 seen = ancestors
                 if module.body.first:  # behind a short text its positions may lie before the text: these are not seen
                     early = cache.lengths[:, None] + depths - 1 < module.body.first
@@ -280,7 +274,7 @@ class MtpDrafter(Drafter):
 
         One module goes on from its own output, as in a tree: a chain sees the text up to its beginning and itself.
         """
-        modules, states, fed, chains = self._modules_of(), [], features, ChainKeys()
+        modules, states, fed, chains = self._modules_of(), [], features, ChainKeys({})
         for step in range(self.config.num_draft_heads):
             module = modules[step % len(modules)]
             x = module(fed, self.embed(input_ids.roll(-1 - step, dims=1), like=fed))

@@ -109,9 +109,9 @@ class PEagleDrafter(Eagle3Drafter):
 
         In training depth d has those anchors alone that `drawn` names.
         """
-        chains, pair = ChainKeys(), self._joined(self.reduce(features), input_ids.roll(-1, dims=1))
+        chains, pair = ChainKeys({}), self._joined(self.reduce(features), input_ids.roll(-1, dims=1))
         text = self.body.over_chains(chains, pair, 0, attention_mask)
-        keys = ContextKeys([chains.at(0).taken[layer, 0] for layer in range(self.layers)])
+        keys = ContextKeys([chains.taken[layer, 0] for layer in range(self.layers)])
         everywhere = torch.arange(text.shape[1], device=text.device).expand(len(text), -1)
         drawn = (
             [[*range(text.shape[1])]] * self.config.num_draft_heads if anchors is None else self.drawn(anchors.shape[1])

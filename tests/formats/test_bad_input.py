@@ -371,8 +371,7 @@ REFUSED = [  # fields of heads, a target, and what it has no place for
     (HydraForCausalLM, {"num_layers": 3}, "hydra", "its one_block is False, ... True alone; train it otherwise."),
     (HydraForCausalLM, {"share_lm_head": True}, "hydra", "its share_lm_head is True, ... train it with share_lm_he..."),
     (HydraForCausalLM, OTHER_LAYER, "hydra", "its layer_config is ..."),
-    (EagleForCausalLM, {"fc_bias": True}, "vllm", "fc has a bias, which vLLM drops without a word; let --fold-bias..."),
-    (EagleForCausalLM, {"feature_layers": [1, 2]}, "eagle", "its feature_layers is [1, 2], ... [-1] alone; train..."),
+    (EagleForCausalLM, {"fc_bias": True}, "vllm", "its fc_bias is True, ... False alone; use --to eagle or sglang."),
     (EagleForCausalLM, OF_QWEN3, "sglang", "its layer_model_type is 'qwen3', ..."),
     (EagleForCausalLM, OF_QWEN2, "sglang", "its biases_in_layers is True, ... alone; use --to eagle or vllm."),
 ]
@@ -417,35 +416,6 @@ def test_a_target_that_the_family_has_no_form_in(base, tmp_path):
 def test_what_is_exported_must_be_heads_of_this_library(place, tmp_path):
     with refused(ValueError, "'...' holds a 'None' model without draft heads: ..."):
         export_checkpoint(place(MEDUSA), tmp_path / "new", "tgi")
-
-
-def test_a_folded_bias_gives_the_same_sums(base, tmp_path):
-    model = Family("eagle", EagleForCausalLM, {"fc_bias": True}).build(base)
-    done = export_checkpoint(model, tmp_path / "theirs", "vllm", fold_bias=True)
-    assert re.match(r"folded into input embeddings of its own, the bias of fc is off by up to \d", done.notes[0])
-    tensors = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert "fc.bias" not in tensors
-    ids, hidden = torch.arange(67), torch.randn(67, 32)
-    pair = torch.cat([base.get_input_embeddings()(ids), hidden], dim=-1)
-    folded = torch.cat([tensors["embed_tokens.weight"][ids], hidden], dim=-1)
-    torch.testing.assert_close(folded @ tensors["fc.weight"].T, model.drafter.fc(pair), atol=1e-4, rtol=1e-4)
-
-
-def test_a_bias_that_does_not_fold_is_refused(base, tmp_path):
-    model = Family("eagle", EagleForCausalLM, {"fc_bias": True}).build(base)
-    with torch.no_grad():
-        left, right = (torch.linalg.qr(torch.randn(32, 32))[0] for _ in range(2))
-        model.drafter.fc.weight[:, :32] = left @ torch.diag(torch.logspace(0, -7, 32)) @ right
-    with refused(
-        ValueError, "'...' cannot be written as 'vllm': folded into embeddings, the bias of fc is off by up to..."
-    ):
-        export_checkpoint(model, tmp_path / "theirs", "vllm", fold_bias=True)
-    with torch.no_grad():
-        model.drafter.fc.weight[:, :32] = 0
-    with refused(
-        ValueError, "'...' cannot be written as 'vllm': the half of fc that reads embeddings is singular; ..."
-    ):
-        export_checkpoint(model, tmp_path / "theirs", "vllm", fold_bias=True)
 
 
 def test_sglang_always_gets_a_bias(base, tmp_path):

@@ -71,7 +71,7 @@ def test_the_table_has_a_row_for_every_layout_whose_config_is_not_its_base_s():
 
 @pytest.mark.parametrize("layout", HEADS)
 def test_a_field_that_is_not_known_is_refused_by_name_unless_it_says_nothing(layout, write):
-    with pytest.raises(ValueError, match="says gate_temperature 0.5 in its config.json.*: if it changes nothing"):
+    with pytest.raises(ValueError, match="says gate_temperature 0.5 in its config.json.*: get a drafter without it"):
         write(layout, gate_temperature=0.5)
 
 

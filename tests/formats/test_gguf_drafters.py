@@ -39,7 +39,7 @@ def named(key: str) -> str:
     return NAMES[re.sub(r"layers\.\d+\.", "layers.{}.", key)].format(block)
 
 
-def write(path, kind, weights, config, **own):
+def write(path, kind, weights, config, mask_token=127, **own):
     """A file of that architecture; own keys stand behind it."""
     writer = gguf.GGUFWriter(path, kind)
     numbers = {
@@ -58,7 +58,7 @@ def write(path, kind, weights, config, **own):
     writer.add_float32(f"{kind}.attention.layer_norm_rms_epsilon", config["rms_norm_eps"])
     rope = config.get("rope_parameters") or config
     writer.add_float32(f"{kind}.rope.freq_base", rope["rope_theta"])
-    writer.add_uint32("tokenizer.ggml.mask_token_id", 127)
+    writer.add_uint32("tokenizer.ggml.mask_token_id", mask_token)
     writer.add_uint32(f"{kind}.vocab_size", config["vocab_size"])
     for key, value in own.items():
         if isinstance(value, list):

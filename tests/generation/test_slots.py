@@ -59,14 +59,14 @@ class Mirror:
         if own is None:
             self.cache.count(length)
         else:
-            self.cache.count(length, torch.tensor(own))
+            self.cache.keep(torch.zeros(len(own), length, dtype=torch.long), torch.tensor(own))
         for row, new in enumerate(names):
             self.past[row] += new[: None if own is None else own[row]]
 
     def place(self, count: int, again: bool = False) -> None:
         names = self.names(count)
         self.placed = [new + (old if again else []) for new, old in zip(names, self.placed)]
-        assert self.cache.place(count, again) == len(self.placed[0])
+        assert not self.cache.place(count, again) and self.cache.placed == len(self.placed[0])
         seen = self.forward(names)
         nodes = len(self.placed[0])
         assert seen[:, :nodes].tolist() == self.placed
@@ -249,7 +249,7 @@ def test_a_cache_by_hand():
     numbers = torch.arange(1.0, 3).reshape(1, 1, 2, 1)
     cache.update(numbers, numbers, 0)  # keys and values of one shape: a single pool
     cache.count(2)
-    assert cache.place(2) == 2 and cache.place(2) == 2 and cache.place(1, again=True) == 3
+    assert not any((cache.place(2), cache.place(2), cache.place(1, again=True))) and cache.placed == 3
     cache.update(numbers[:, :, :1] + 6, numbers[:, :, :1], 0)
     cache.keep(torch.tensor([[0]]), torch.tensor([1]))
     keys = cache.layers[0].keys
@@ -275,7 +275,8 @@ def test_lengths_live_where_the_first_layer_computes_and_are_not_read_back_from_
     cache.update(here.to("meta"), here.to("meta"), 0)
     cache.update(here, here, 1)
     assert cache.lengths.device.type == "meta"
-    cache.count(4, torch.tensor([4, 2], device="meta"))
+    assert cache.place(4, past=True)
+    cache.keep(torch.zeros(2, 4, dtype=torch.long), torch.tensor([4, 2]))
     assert cache.extent == 4
     cache.place(1)
     cache.blocks = cache.blocks[:1]

@@ -16,9 +16,7 @@ ALL = [
     for name, family in families.TRAINED.items()
 ]
 SHARED = [
-    Family(family.name, family.model_class, {**family.fields, "share_lm_head": True, "lm_head_rank": None})
-    if family.name.startswith("amphista")
-    else Family(family.name, family.model_class, {**family.fields, "share_lm_head": True})
+    Family(family.name, family.model_class, {**family.fields, "share_lm_head": True})
     for family in ALL
     if family.name in ("medusa", "hydra", "hydra++", "amphista", "amphista-alpha")
 ]

@@ -96,7 +96,14 @@ def reads_back(request):
     if request.param:
         yield
         return
-    with mock.patch.object(SlotCache, "_longest", lambda cache, bound: bound):
+    keep = SlotCache.keep
+
+    def by_bound(cache, nodes, counts):
+        bound = cache.extent + nodes.shape[1]
+        keep(cache, nodes, counts)
+        cache.extent = bound
+
+    with mock.patch.object(SlotCache, "keep", by_bound):
         yield
 
 

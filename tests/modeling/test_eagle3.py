@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, Qwen2Config, Qwen3Config
 
-from hf_drafthead.modeling import Eagle3Config, Eagle3ForCausalLM, chain_attention, families
+from hf_drafthead.modeling import Eagle3Config, Eagle3ForCausalLM, families
 from hf_drafthead.modeling.decoder_layer import ChainKeys
 from hf_drafthead.modeling.eagle3 import PairLayers
 from tests.bases import VOCABULARY, tiny_base
@@ -222,37 +222,12 @@ def test_eagle_3_1_norms_every_feature_and_feeds_the_normed_output_back():
         hidden = base(ids, output_hidden_states=True).hidden_states
         first, second = drafter.head_states(torch.cat([hidden[0], hidden[1]], dim=-1), ids)
         joined = drafter.fc(torch.cat([drafter.fc_norm[0](hidden[0]), drafter.fc_norm[1](hidden[1])], dim=-1))
-        chains = ChainKeys()
+        chains = ChainKeys({})
         pair = torch.cat([base.model.embed_tokens(ids.roll(-1, 1)), joined], dim=-1)
         expected = drafter.body.over_chains(chains, pair, 0, None)
         assert torch.allclose(first, expected)
         pair = torch.cat([base.model.embed_tokens(ids.roll(-2, 1)), drafter.norm(expected)], dim=-1)
         assert torch.allclose(second, drafter.body.over_chains(chains, pair, 1, None))
-
-
-@pytest.mark.parametrize("base", ["llama", "llama-gqa"])
-def test_chains_joined_to_causal_attention_are_those_of_one_dense_product(base, monkeypatch):
-    """The same states and gradients, whether a step's attention is computed whole or in two parts."""
-    drafter = Family("eagle3", Eagle3ForCausalLM, {**LAYERS, "num_draft_heads": 4}).build(tiny_base(base)).drafter
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 67, (2, 11), generator=generator)
-    features = torch.randn(2, 11, 64, generator=generator, dtype=torch.float64)
-    weigh = torch.randn(4, 2, 11, 32, generator=generator, dtype=torch.float64)
-    used, found = [], []
-    joined = chain_attention.Joined.apply
-    monkeypatch.setattr(chain_attention.Joined, "apply", lambda *given: used.append(1) or joined(*given))
-    for whole in (False, True):
-        if whole:
-            drafter.body.layer.self_attn.attention_dropout = 0.1  # which a model in evaluation does not apply
-        drafter.zero_grad()
-        read = features.clone().requires_grad_()
-        states = torch.stack(drafter.head_states(read, ids))
-        (states * weigh).sum().backward()
-        found.append([states.detach(), read.grad, *(one.grad for one in drafter.body.parameters())])
-    assert len(used) == 3  # of four steps the first is causal anyway
-    for one, other in zip(*found):
-        assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
-    assert drafter.body.layer.self_attn.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")

@@ -160,15 +160,6 @@ def test_amphista_alpha_has_two_layers_in_its_block():
     assert len(model.drafter.auto_embedding) == 2
 
 
-def test_low_rank_projections_start_as_the_nearest_to_the_lm_head():
-    base = tiny_base()
-    full = base.lm_head.weight
-    projections = AmphistaForCausalLM.from_base(base, lm_head_rank=5).drafter.projections
-    start = projections.up[1].weight @ projections.down[1].weight
-    left, scale, right = torch.linalg.svd(full)
-    torch.testing.assert_close(start, (left[:, :5] * scale[:5]) @ right[:5], atol=1e-5, rtol=1e-5)
-
-
 def test_the_first_guess_of_fresh_amphista_heads_is_a_sensible_one(text):
     """fc starts as the identity on the hidden state, so that heads start near it."""
     drafter = AmphistaForCausalLM.from_base(tiny_base(), num_auto_embedding_layers=0).drafter
@@ -183,19 +174,6 @@ def test_eagle_reads_pairs_of_the_text_so_far(text):
     assert reads(drafter, *text, at=4, feature=5) == [False] == reads(drafter, *text, at=4, token=6)
     assert not hasattr(drafter.body.layer.input_layernorm, "weight")
     assert {name for name in drafter.state_dict() if not name.startswith("body.layer.")} == {"fc.weight"}
-
-
-def test_eagle_can_read_several_layers(text):
-    drafter = build(EagleForCausalLM, feature_layers=[1, -1], fc_bias=True)
-    assert drafter.reads == (1, -1)
-    features = torch.cat([text[0], text[0].flip(1)], dim=-1)
-    assert states(drafter, features, text[1]).shape == (1, 1, 9, 32)
-    state = drafter.observe(drafter.start(1, 16), features, text[1], torch.tensor([9]))
-    assert drafter.expand(state, text[1][:, :1], torch.zeros(1, 1, dtype=torch.long))[1].logits.shape == (
-        1,
-        1,
-        VOCABULARY,
-    )
 
 
 LAYERED = [
@@ -251,11 +229,6 @@ def test_rotary_frequencies_stay_exact_in_half_precision(model_class, fields, tm
     for one in (model, model_class.from_pretrained(tmp_path / "heads"), model.half(), model.double()):
         buffers = [buffer for name, buffer in one.drafter.named_buffers() if name.endswith("inv_freq")]
         assert buffers and all(torch.equal(buffer, exact) for buffer in buffers)
-
-
-@pytest.mark.parametrize("layer", [0, 2, -1, -3])
-def test_every_hidden_state_of_the_base_can_be_read(layer):
-    assert EagleForCausalLM.from_base(tiny_base(), feature_layers=[layer]).drafter.reads == (layer,)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_drafthead import MedusaForCausalLM, cli
+from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.cards import write_card
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.modeling import gguf_files
@@ -128,29 +128,3 @@ def test_a_file_that_is_not_there_is_named(place, tmp_path):
     (moved / "config.json").write_text(json.dumps(config))
     with pytest.raises(OSError, match=r"gone.gguf'\) cannot be read"):
         MedusaForCausalLM.from_pretrained(moved)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_file_is_unpacked_once_with_its_tokenizer(place, tmp_path, dtype, capsys):
-    with pytest.raises(SystemExit) as end:
-        cli.main(["unpack", str(place / FILE), str(tmp_path / "base"), "--dtype", dtype])
-    assert end.value.code == 0, capsys.readouterr().err
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    packed = AutoModelForCausalLM.from_pretrained(place, gguf_file=FILE, dtype=torch.float32)
-    assert str(model.dtype) == f"torch.{dtype}"
-    for name, tensor in packed.to(model.dtype).state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor)
-    tokenizer, theirs = AutoTokenizer.from_pretrained(tmp_path / "base"), gguf_files.load_tokenizer(place / FILE)
-    assert tokenizer("ab a")["input_ids"] == theirs("ab a")["input_ids"]
-    assert tokenizer.chat_template == theirs.chat_template
-
-
-def test_what_is_no_gguf_file_is_not_unpacked(place, tmp_path, capsys):
-    for words, line in (
-        ([str(place)], "names no GGUF file: give models/name.gguf, or org/name/name.gguf."),
-        ([str(place / "none.gguf")], "cannot be read"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["unpack", *words, str(tmp_path / "base")])
-        assert end.value.code == 2 and line in capsys.readouterr().err
-        assert not (tmp_path / "base").exists()

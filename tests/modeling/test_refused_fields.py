@@ -36,23 +36,15 @@ FIELDS = {
     "amphista": [
         ({"use_sampled_token": 1}, "use_sampled_token is 1: expected True or False."),
         ({"use_head_positions": 0}, "use_head_positions is 0: expected True or False."),
-        ({"lm_head_bias": "yes"}, "lm_head_bias is 'yes': expected True or False."),
         ({"num_stages": -1}, "num_stages is -1: expected a whole number of at least 0."),
         ({"num_stages": 3, "num_draft_heads": 2}, "num_stages is 3, but num_draft_heads is 2: a stage that no head "),
         ({"num_auto_embedding_layers": -1}, "num_auto_embedding_layers is -1: expected a whole number from 0 to 32."),
-        ({"lm_head_rank": 0}, "lm_head_rank is 0: expected a whole number of at least 1."),
-        ({"lm_head_rank": 33}, "lm_head_rank is 33, but the hidden size is 32: a rank above it saves nothing, ask "),
-        ({"lm_head_rank": 8, "share_lm_head": True}, "lm_head_rank is 8, but share_lm_head is True: the base's lm_h"),
-        ({"lm_head_bias": True, "share_lm_head": True}, "lm_head_bias is True, but share_lm_head is True: the base's"),
         (NO_LAYERS, "layer_config is of a 'llama' model, but num_stages is 0 and num_auto_embedding_layers is 0: "),
         ({"layer_config": {"hidden_size": 32}}, "layer_config has no model_type: give the config of a model, such as"),
     ],
     "eagle": [
         ({"fc_bias": "yes"}, "fc_bias is 'yes': expected True or False."),
         ({"num_draft_heads": 4}, "num_draft_heads is 4, but EAGLE has 1 head that guesses at every depth: leave"),
-        ({"feature_layers": "last"}, "feature_layers is 'last': expected a list of layer numbers, such as [-1]."),
-        ({"feature_layers": [3]}, "feature_layers is [3], but the base has 2 layers: its hidden states are numbered "),
-        ({"feature_layers": [-1, -4]}, "feature_layers is [-1, -4], but the base has 2 layers: its hidden states are"),
         ({"layer_config": UNEVEN}, "layer_config has num_attention_heads 4, but num_key_value_heads 3: the first must"),
     ],
     "eagle3": [

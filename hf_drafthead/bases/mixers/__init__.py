@@ -61,11 +61,7 @@ class UnknownMixer(Exception):
 
 
 def mixers_of(decoder: nn.Module) -> dict[int, Mixer]:
-    """By the layer's number, how each of a decoder's layers without keys folds tokens in; these can take trees then.
-
-    Raises:
-        UnknownMixer: one of them has no tree form.
-    """
+    """By number, how a decoder's layers without keys fold tokens in, made to take trees; UnknownMixer if one cannot."""
     mixers: dict[int, Mixer] = {}
     for module in decoder.modules():
         place, names = names_in_forward(module)
