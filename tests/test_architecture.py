@@ -250,7 +250,7 @@ def test_what_a_reader_of_one_step_must_open(name, captured, files, functions, l
     assert {"draft", "verify", "walk", "commit"} <= {code.co_name for code in codes}
 
 
-@pytest.mark.parametrize("room, files, most", [("generation", 16, 4900), ("bases", 17, 2845)])
+@pytest.mark.parametrize("room, files, most", [("generation", 16, 4480), ("bases", 17, 2845)])
 def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
     sources = [path.read_text() for path in (PACKAGE / room).rglob("*.py")]
     functions = [
@@ -264,7 +264,10 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
     assert sum(len(source.splitlines()) for source in sources) <= most
 
 
-@pytest.mark.parametrize("room, most", [("trees", 1670), ("cards", 735), ("serving", 921), ("exactness", 928)])
+ROOMS = [("trees", 1670), ("cards", 735), ("serving", 921), ("exactness", 928), ("batching", 1295)]
+
+
+@pytest.mark.parametrize("room, most", ROOMS)
 def test_these_rooms_do_not_grow(room, most):
     assert sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).rglob("*.py")) <= most
 

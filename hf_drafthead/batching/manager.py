@@ -332,7 +332,7 @@ class Manager:
                     self._pausing = before
         finally:
             with self.tracker.changed:
-                self._pauses -= 1
+                self._pauses = max(self._pauses - 1, 0)  # 0 behind a fork
                 self.tracker.changed.notify_all()
 
     def learn(self, **settings: Any) -> Any:

@@ -19,8 +19,8 @@ from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.batch import Batch, chooser, refuse_training, with_room
 from hf_drafthead.generation.entry import FAR, BesideOthers
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
-from hf_drafthead.generation.state import DecodingState, Member
-from hf_drafthead.generation.tree import ROOT_ALONE, Tree
+from hf_drafthead.generation.state import Member
+from hf_drafthead.generation.tree import ROOT_ALONE
 from hf_drafthead.trees.rows import Plans
 
 logger = logging.get_logger(__name__)
@@ -131,7 +131,7 @@ class Scheduler:
         try:
             batch.join(begin_request(self.model, request, plan, device, BesideOthers(batch.reader)))
             for tree in steps:
-                batch.choosers[1] = functools.partial(_always, tree)
+                batch.choosers[1] = lambda state, tree=tree: tree  # type: ignore[misc]
                 if batch.state is not None and not batch.running[0].has_ended(batch.state):
                     batch.step()
         except Exception as error:  # requests that come are told what is wrong with theirs
@@ -339,10 +339,6 @@ class Scheduler:
         if self.learner is not None and request.error is None:
             self.learner.offer(request.prompt, request.tokens, request.learn)
         self.tracker.deliver(request)
-
-
-def _always(tree: Tree, state: DecodingState) -> Tree:
-    return tree
 
 
 def device_of(model: Any) -> torch.device:

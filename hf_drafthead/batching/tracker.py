@@ -48,15 +48,13 @@ class RequestTracker:
         runs does not, for its other clients would wait as well. `prepare` is called once the request is sure to be
         taken, in the order of the requests.
         """
-
-        def is_full() -> bool:
-            return 0 < self.most_waiting <= len(self.waiting)
-
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or not is_full(), 0.0 if in_event_loop() else WAIT)
+            has_room = self.changed.wait_for(
+                lambda: self.closed or not 0 < self.most_waiting <= len(self.waiting), 0.0 if in_event_loop() else WAIT
+            )
             if self.closed is not None:
                 raise RuntimeError(self.closed)
-            if is_full():
+            if not has_room:
                 raise queue.Full(
                     f"{len(self.waiting)} requests wait, and max_queue_size is {self.most_waiting}: ask again later."
                 )

@@ -30,10 +30,8 @@ from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Row
 def walk_on_device(
     choice: torch.Tensor, valid: torch.Tensor, candidates: Candidates, rows: Rows, limits: Limits, reach: torch.Tensor
 ) -> Walk:
-    """The walk of all rows at once, where nothing but scores, length and EOS decide.
-
-    At every node `choice` (B, N) is the base's, `valid` (B, N) whether no NaN stands there; reach (B,): see
-    `step.deepest`.
+    """The walk of all rows at once, where nothing but scores, length and EOS decide: at every node the base's choice
+    (B, N), and whether no NaN stands there (B, N); reach (B,): see `step.deepest`.
     """
     tokens, topology = candidates.tokens, candidates.topology
     batch = tokens.shape[0]
@@ -65,12 +63,8 @@ def walk_on_host(
     rules: Rules,
     show: Callable[[torch.Tensor], None] | None = None,
 ) -> list[RowWalk]:
-    """The walk token by token, with every processor and criterion applied to exactly the row's own prefix.
-
-    Args:
-        logits: (B, N, V) of the base at every node.
-        state: of the call, whose sequences have room for D more tokens in every row.
-        show: is given every token (B,) once the criteria were asked about it, where all rows stay at one length.
+    """The walk token by token, with every processor and criterion applied to exactly the row's own prefix, of logits
+    (B, N, V). `show` is given every token (B,) once the criteria were asked about it, in lockstep.
     """
     tokens, reach = candidates.tokens, state.reach()
     before, lengths, ends = state.lengths, list(state.lengths), list(state.ends)

@@ -101,18 +101,9 @@ def refuse_training(base: Any) -> None:
 class Batch:
     """Calls that are decoded together.
 
-    Args:
-        model: with `base` and `drafter`.
-        reader: how to run the base.
-        plan_of: how steps of so many running rows draft.
-        largest: the plan of the largest tree.
-        execution: how steps run.
-        slots: rows at most; fewer once memory was short.
-        shared: whether others may join.
-        timed: whether the stages of eager steps are timed.
-
-    Attributes:
-        members: by row, None where nobody is; a call of g rows stands there g times.
+    plan_of: how steps of so many running rows draft; largest: the plan of the largest tree; slots: rows at most, fewer
+    once memory was short; shared: whether others may join; timed: whether the stages of eager steps are timed; members:
+    by row, None where nobody is; a call of g rows stands there g times.
     """
 
     def __init__(
@@ -208,11 +199,7 @@ class Batch:
         return plan.tree if choose is None else choose(state)
 
     def check_base(self) -> None:
-        """See that the base is where, and of what dtype, the keys of those that run are, and computes as in eval mode.
-
-        Raises:
-            RuntimeError: it was moved, or is trained.
-        """
+        """RuntimeError where the base was moved, or cast, since those that run began, or is trained."""
         base = self.model.base
         refuse_training(base)
         if (now := (base.dtype, base.device)) != self.placed:
@@ -231,8 +218,8 @@ class Batch:
     def step(self) -> list[StepRecord]:
         """Take one step: the records of those whose outcome is known by then.
 
-        Members whose own rules have raised have an `error`; they stand still. Raises DoesNotFit where there is no
-        memory for so many rows, which are as they were, and whatever the base raises, in which case nothing can go on.
+        Members whose own rules have raised have an `error`. DoesNotFit where there is no memory for so many rows, which
+        are as they were; behind what the base raises nothing can go on.
         """
         assert self.state is not None and self.runner is not None
         self.launched.append(self.runner.step(self.state))
@@ -253,9 +240,7 @@ class Batch:
 
     @torch.no_grad()
     def beginning(self, prompt: list[int], weights: Any) -> DecodingState | None:
-        """A copy of what a running row knows of the beginning of a prompt, where much of both is the same.
-
-        Only rows are asked whose keys are of these `weights`.
+        """A copy of what a running row, whose keys are of these `weights`, knows of the beginning of a prompt, if much.
 
         Behind the last position that both have in common another token follows, so that it is read again. A layer that
         keeps a state cannot go back.
@@ -263,14 +248,13 @@ class Batch:
         if self.state is None or self.reader.mixers:
             return None
         self._settle()
-        best, longest = None, LEAST_SHARED
-        for row, member in enumerate(self.members):
-            if member is not None and member.weights == weights:
-                text = [*member.request.prompt, *member.request.tokens]
-                alike = sum(1 for _ in itertools.takewhile(bool, map(operator.eq, text[:-1], prompt)))
-                if alike - 1 >= longest:
-                    best, longest = row, alike - 1
-        if best is None:
+        alike = {row: 0 for row, member in enumerate(self.members) if member is not None and member.weights == weights}
+        for row in alike:
+            request = self.members[row].request  # type: ignore[union-attr]
+            text = [*request.prompt, *request.tokens]
+            alike[row] = sum(1 for _ in itertools.takewhile(bool, map(operator.eq, text[:-1], prompt)))
+        best = max(alike, key=alike.__getitem__, default=0)
+        if (longest := alike.get(best, 0) - 1) < LEAST_SHARED:
             return None
         begun = alone(self.state, best, self._axes)
         for cache in begun.caches:
@@ -305,11 +289,7 @@ class Batch:
 
     @torch.no_grad()
     def halve(self) -> list[Member]:
-        """Set the younger half of the members aside, each with a state of its own to join with again.
-
-        Raises:
-            RuntimeError: there is not even memory to set them aside.
-        """
+        """Set the younger half of the members aside, each with a state of its own to join with again."""
         assert self.state is not None
         self._settle()
         oldest_first = sorted(self.running, key=lambda member: member.request.number)
@@ -342,11 +322,7 @@ def decode(
     execution: Execution,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> DraftHeadGenerateOutput | torch.Tensor:
-    """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended.
-
-    Returns:
-        (B, length) token ids, or the output class where `return_dict_in_generate` asks for it.
-    """
+    """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended."""
     device, start = model.base.device, 0.0
     with contextlib.closing(Batch.of_one(model, member, execution, timed=on_step is not None)) as batch:
         state = batch.state

@@ -21,6 +21,7 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import (
     CACHE,
+    STREAMERS,
     BaseStreamer,
     GenerationMode,
     PromptInputs,
@@ -43,7 +44,7 @@ from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
-from hf_drafthead.generation.state import DecodingState, Limits, Member, Rows, Stream, may_draw
+from hf_drafthead.generation.state import DecodingState, Limits, Member, Rows, Stream
 from hf_drafthead.generation.step import now
 
 FIRST_ROOM = 32  # new positions for which memory is taken at first
@@ -52,10 +53,8 @@ MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most calls hav
 
 
 class BesideOthers(NamedTuple):
-    """Of a call that is going to join a batch.
-
-    reader: of the batch; begun: caches that hold the beginning of this prompt, and a drafter's state behind it, which
-    are taken over; piece: how many tokens are read at once; between: what is called between two pieces.
+    """Of a call that is going to join a batch: that one's reader; caches that hold the beginning of this prompt, and a
+    drafter's state behind it, which are taken over; how many tokens are read at once; what is called in between.
     """
 
     reader: BaseReader
@@ -69,8 +68,7 @@ class Asked:
     """What a call asks for beside the arguments of the base's `generate`.
 
     plan: of a call that names its tree; None where what was measured, and `settings`, choose one; copies: how many
-    tokens of the text each step copies, where the call asks for that; texts: others to copy from; random: its numbers;
-    timed: whether seconds are noted; others: of a call that is going to join them.
+    tokens of the text each step copies, where the call asks for that; texts: others to copy from.
     """
 
     plan: DraftPlan | None = None
@@ -118,18 +116,9 @@ def begin(
     synced_gpus: bool | None = None,
     **arguments: Any,
 ) -> Any:
-    """Let the base prepare a call, and read its prompt.
+    """Let the base prepare a call, and read its prompt (B, P), or None: what `then` makes of the call behind it.
 
-    Args:
-        inputs: (B, P) prompt, or None.
-        asked: what the call asks for beside its config (`merged_config`) and the arguments of the base's `generate`.
-        then: what is done with the call behind its prompt, within the base's `generate`, which may add to the outcome.
-
-    Returns:
-        what `then` gives, by default the call behind its prompt.
-
-    Raises:
-        Unsupported: the call cannot draft, or cannot join others; nothing of the user's was given a token.
+    Unsupported where the call cannot draft, or cannot join others: nothing of the user's was given a token.
     """
     check_call(model.base, config, assistant_model, synced_gpus)
     reader = model._base_reader()
@@ -151,7 +140,7 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     config, drafter, text_config = call.pop("generation_config"), model.drafter, base.config.get_text_config(True)
     inputs = with_cache(CACHE, {name: value for name, value in call.items() if value is not None})
     if text_config is not base.config:
-        inputs = _of_text(inputs)
+        _keep_text(inputs)
     if asked.others is not None and asked.others.reader is not reader:
         raise Unsupported("the base has changed since the batch began")
     past = inputs.get(CACHE)
@@ -182,7 +171,7 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
         prompt_length=input_ids.shape[1],
         device=input_ids.device,
         samples=config.do_sample and not typical,
-        streams=asked.streamer is not None and may_draw(asked.streamer),
+        streams=asked.streamer is not None and type(asked.streamer) not in STREAMERS,
         random=asked.random,
     )
     if typical and (asked.others is not None or not rules.on_device):
@@ -204,8 +193,8 @@ def _trees() -> Any:
     return trees
 
 
-def _of_text(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The model inputs of a call, without what tells a base for images and text that there are no images."""
+def _keep_text(inputs: dict[str, Any]) -> None:
+    """Drop from the model inputs of a call what tells a base for images and text that there are no images."""
     if inputs.get("mm_encoder_outputs") == {}:
         del inputs["mm_encoder_outputs"]
     for name in ("token_type_ids", "mm_token_type_ids"):
@@ -214,7 +203,6 @@ def _of_text(inputs: dict[str, Any]) -> dict[str, Any]:
     positions = inputs.get("position_ids")
     if positions is not None and positions.dim() == 3 and bool((positions == positions[:1]).all()):
         inputs["position_ids"] = positions[0]  # a position of the text is the same on every axis
-    return inputs
 
 
 def check_call(base, config: GenerationConfig, assistant_model, synced_gpus: bool | None) -> None:
@@ -236,7 +224,7 @@ def check_call(base, config: GenerationConfig, assistant_model, synced_gpus: boo
 
 
 def _stop_strings_as_criterion(config: CallConfig, stopping_criteria, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that make `stop_strings` work: with a custom loop transformers loses the tokenizer on the way."""
+    """Arguments with which `stop_strings` work: with a custom loop transformers loses the tokenizer on the way."""
     tokenizer = kwargs.get("tokenizer")
     if tokenizer is None:
         raise ValueError(
@@ -260,14 +248,8 @@ def prefill(
 ) -> Member:
     """Run the base over the prompt (B, P), let it choose the first root, and show the prompt to the drafter.
 
-    The base's model inputs are the cache, attention_mask, position_ids, inputs_embeds (then P is 0), ...
-
-    Returns:
-        the call, with its state behind the prompt.
-
-    Raises:
-        Unsupported: the prompt has inputs with which the base cannot verify a tree, or that cannot stand in a batch of
-            others; nothing was shown or chosen yet.
+    The base's model inputs are the cache, attention_mask, position_ids, inputs_embeds (then P is 0), ... Unsupported
+    where the base cannot verify a tree with them, or where they cannot stand in a batch of others.
     """
     (batch, prompt_length), tree, past = input_ids.shape, plan.tree, inputs.pop(CACHE)
     cached_length = past_length(past) if getattr(past, "_is_user_defined", False) else 0
@@ -290,7 +272,9 @@ def prefill(
     prompt = _prepared(reader.base, input_ids, rules.config, inputs, cache)
     logits, features, steps = _read(reader, prompt, cache, rules.config.prefill_chunk_size, others)
     if others is not None:
-        _check_joins(prompt, past, steps, others)
+        own_cache = getattr(past, "_is_user_defined", False)
+        if steps is not others.reader or prompt.visible is not None or own_cache or prompt_length != cache.extent:
+            raise Unsupported("the prompt has inputs of its own, padding, or a cache")
     shift, past_shift = prompt.position_shift, cache.extent - prompt_length
     limits = _limits(rules, reader, shift, past_shift, others is not None)
     sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
@@ -320,9 +304,8 @@ def prefill(
 def _read(
     reader: BaseReader, prompt: PromptInputs, cache: SlotCache, chunk: int | None, others: BesideOthers | None
 ) -> tuple[torch.Tensor, torch.Tensor, BaseReader]:
-    """Run the base over a prompt, which becomes past, in chunks where the call, or others that wait, ask for them.
-
-    Returns logits at the last position, features at all (B, T, F*H), and how the steps behind it run the base.
+    """Run the base over a prompt, which becomes past, in chunks where the call, or others that wait, ask for them:
+    logits at the last position, features at all (B, T, F*H), and how the steps behind it run the base.
     """
     if unusual := prompt.unusual:
         if chunk is not None:
@@ -347,18 +330,6 @@ def _read(
     return logits, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], reader
 
 
-def _check_joins(prompt: PromptInputs, past: Any, steps: BaseReader, others: BesideOthers) -> None:
-    """Refuse what cannot stand in a batch of others."""
-    if steps is not others.reader:
-        raise Unsupported("the base wants inputs of one prompt alone")
-    if prompt.visible is not None:
-        raise Unsupported("the prompt holds padding")
-    if getattr(past, "_is_user_defined", False):
-        raise Unsupported("a cache of the user's own is given")
-    if prompt.input_ids.shape[1] != prompt.arguments[CACHE].extent:
-        raise Unsupported("the prompt is given as embeddings")
-
-
 def _prepared(
     base: Any, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict, cache: SlotCache
 ) -> PromptInputs:
@@ -378,10 +349,7 @@ def _prepared(
 
 
 def _limits(rules: Rules, reader: BaseReader, shift: torch.Tensor, past_shift: int, joins: bool) -> Limits:
-    """Where a call must stop, whose position ids are `shift` (B, 1) behind its past positions.
-
-    Behind the end of a row of a batch that others join there is a token that every base embeds.
-    """
+    """Where a call must stop, whose position ids are `shift` (B, 1) behind its past positions."""
     max_length = FAR if rules.max_length is None else rules.max_length
     table = position_table(reader.base.config.get_text_config(decoder=True)) or FAR
     ends = torch.tensor(rules.eos_tokens or [-1], device=shift.device)
@@ -390,7 +358,7 @@ def _limits(rules: Rules, reader: BaseReader, shift: torch.Tensor, past_shift: i
         max_length=torch.full_like(shift[:, 0], max_length),
         eos=ends.repeat(len(shift), 1, 1),
         last_position=(table - 1 - shift).clamp(max=max_length - 2 + past_shift),
-        padding=torch.full_like(shift, 0 if joins else rules.pad_token),
+        padding=torch.full_like(shift, 0 if joins else rules.pad_token),  # 0: a token that every base embeds
         pads=torch.full_like(shift, joins or rules.pads, dtype=torch.bool),
     )
 
@@ -398,9 +366,8 @@ def _limits(rules: Rules, reader: BaseReader, shift: torch.Tensor, past_shift: i
 def _with_known(
     reader: BaseReader, tokens: torch.Tensor | None, features: torch.Tensor, cache: SlotCache, cached_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Features of a prompt and its tokens (B, T), for a drafter that reads keys: of an earlier call too.
-
-    Where a token is not known, another one stands: such a drafter looks at the last alone.
+    """Features of a prompt and its tokens (B, T), of an earlier call too, for a drafter that reads keys and looks at
+    the last token alone: the others may be any.
     """
     features = reader.known(features, cache, cached_length) if cached_length else features
     every = torch.zeros(features.shape[:2], dtype=torch.long, device=features.device)

@@ -36,10 +36,8 @@ HARMLESS = {*SCORES_ONLY, RepetitionPenaltyLogitsProcessor} - {SuppressTokensLog
 
 
 class AskedOnce:
-    """A `prefix_allowed_tokens_fn` that is asked ahead, and tells the walk what it has said.
-
-    It knows prompts by number, of which each has `beams` rows; asked: by row and length of the prefix, the prefix and
-    what was said of it, or what was raised.
+    """A `prefix_allowed_tokens_fn` that is asked ahead, and tells the walk what it has said. It knows prompts by
+    number, of which each has `beams` rows; what it has said, or raised, of a prefix is kept by row and length.
     """
 
     def __init__(self, function: Callable[[int, torch.Tensor], Any], beams: int = 1):
@@ -76,11 +74,7 @@ class AskedOnce:
 
 
 class Grammar:
-    """The constraint of one call.
-
-    Args:
-        rules: of the call, whose processor is replaced by one that is asked once.
-    """
+    """The constraint of one call, among whose processors that one is replaced by one that is asked once."""
 
     def __init__(self, rules: Any, place: int, teller: Any):
         self.rules, self.teller, self.function = rules, teller, AskedOnce(lambda row, prefix: ())

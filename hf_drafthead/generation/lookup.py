@@ -51,10 +51,8 @@ DESERVED = 0.5  # tokens that a step of copies alone must be expected to gain, e
 
 
 class Places(NamedTuple):
-    """Where a row's last tokens occurred before.
-
-    tokens: (B, K, L) what followed, -1 from where that is no token to guess; agreed: (B, K) how many of the last tokens
-    agree there, 0 where there is no such place.
+    """Where a row's last tokens occurred before: what followed (B, K, L), -1 from where that is no token to guess; and
+    how many of the last tokens agree there (B, K), 0 where there is no such place.
     """
 
     tokens: torch.Tensor
@@ -154,13 +152,7 @@ def most_frequent(places: Places) -> Copies:
 def suggested(
     tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, texts: HeldTexts | None = None
 ) -> Copies:
-    """The copies of a step, of the row's own text and of others.
-
-    Args:
-        tree: of the step.
-        sequences, lengths: see `places_in_row`.
-        texts: others, on this device; None: none.
-    """
+    """The copies of a step, of the row's own text and of others on this device; arguments as of `places_in_row`."""
     places = places_in_row(sequences, lengths, tree.copies, tree.longest_match, tree.vocabulary)
     if texts is not None:
         others = places_in(texts, sequences, lengths, tree.copies, tree.vocabulary)
@@ -182,14 +174,8 @@ def accepted_copies(
 ) -> list[int]:
     """Row by row, how many of the guesses that a step accepted were copies: from the first on, until one was not.
 
-    The copies are found again, as in the step. The heads may have guessed the same tokens.
-
-    Args:
-        tree: of the step.
-        texts: others than the rows' own, as in the step.
-        sequences: (B, W) token ids.
-        lengths: B of them, after the step.
-        emitted: the tokens of the step, of each row; the last one was no guess.
+    The copies are found again, as in the step, of sequences (B, W) with the B lengths behind it. The heads may have
+    guessed the same tokens. The last one that a row has emitted was no guess.
     """
     before = [length - len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
     copies = suggested(tree, sequences, torch.tensor(before, device=sequences.device), texts)
@@ -219,15 +205,9 @@ def with_copies(
 
     Copied tokens that were guessed at the same place are not added again: what follows them hangs below the guesses.
 
-    Args:
-        tokens, parents, depths: (B, M) of the guessed nodes; node 0 is the root, parents come before their children.
-        value: (B, M) log-probabilities; no node is worth more than its parent; of equal ones the first is kept.
-        copied: of every row.
-        nodes: N, of which L + 1 at least are there.
-        deepest: levels below the root of the guessed nodes.
-
-    Returns:
-        tokens (B, N) and how they hang together; where there are fewer nodes than N, others that carry any token.
+    Of tokens, parents, depths and log-probabilities (B, M) of the guessed nodes, `deepest` levels below the root, which
+    is node 0: tokens (B, N) and how they hang together; where nodes are fewer than N, others that carry any token.
+    Parents come before their children, and no node is worth more than its parent; of equal ones the first is kept.
     """
     made, count = tokens.shape[1], copied.tokens.shape[1] - 1
     same = (copied.tokens[:, :, None] == tokens[:, None]) & (copied.depths[:, :, None] == depths[:, None])
@@ -251,10 +231,8 @@ def with_copies(
 
 
 class HeldTexts(NamedTuple):
-    """The texts of an index on one device.
-
-    corpus: (C,) tokens, `BEHIND` behind each text; places: (G, S) of each hash of so many tokens, the place of the last
-    of these; earlier: (G, C) where tokens of the same hash ended before; -1 where there is none.
+    """The texts of an index on one device: tokens (C,), `BEHIND` behind each text; of each hash of so many tokens the
+    place of the last of these (G, S); where tokens of the same hash ended before (G, C); -1 where there is none.
     """
 
     corpus: torch.Tensor

@@ -79,8 +79,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
                 the text is NOT a sample of the base). Greedy decoding is exact with both.
             posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
             prompt_lookup_num_tokens, max_matching_ngram_size: as in transformers, but together with the heads, at every
-                batch size: where the last tokens of a row (at most 3 by default) occurred before in its text, the
-                tokens that followed there take the place of the tree's least valuable nodes (`lookup`).
+                batch size: where the last tokens of a row (at most 8 by default) occurred before in its text, what
+                followed there takes the place of the tree's least valuable nodes (`lookup`).
                 `draft_tree="lookup"` guesses these copies alone. A call that names neither these nor a tree copies as
                 many as were calibrated for it.
             lookup_texts: other texts to copy from, strings (with `tokenizer=`) or token ids, or a `TextIndex`, which is
@@ -104,15 +104,14 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
         config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
-        named: dict[str, Any] = {"draft_tree": draft_tree, "acceptance": acceptance}
-        named |= {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
+        typical = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
         copies = config.prompt_lookup_num_tokens if looks_up else self.drafter.copies
         texts = None if lookup_texts is None else TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
         copies = COPIES if copies is None and texts is not None else copies
-        if self.drafter.copies is not None and draft_tree == AUTO:  # copies alone are drafted while they pay anyway
-            named["draft_tree"] = LOOKUP
-        settings = DraftSettings.from_config(config, **named)
+        while_they_pay = self.drafter.copies is not None and draft_tree == AUTO  # as copies alone are drafted anyway
+        named = LOOKUP if while_they_pay else draft_tree
+        settings = DraftSettings.from_config(config, draft_tree=named, acceptance=acceptance, **typical)
         # checked also where a measured tree comes before it
         plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
         if self.drafter.copies is not None or (isinstance(draft_tree, (str, list)) and draft_tree in (LOOKUP, [])):
@@ -121,7 +120,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
             "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
             "prefix_allowed_tokens_fn": prefix_allowed_tokens_fn,
+            "synced_gpus": synced_gpus,
+            "assistant_model": assistant_model,
             "negative_prompt_ids": negative_prompt_ids,
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             **kwargs,
@@ -136,22 +138,20 @@ class DraftHeadGenerationMixin(GenerationMixin):
             random=RandomNumbers() if config.do_sample else NOTHING_DRAWN,
             timed=on_step is not None,
         )
-        own = {"stopping_criteria": stopping_criteria, "assistant_model": assistant_model, "synced_gpus": synced_gpus}
         try:
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
             decoded = functools.partial(decode, model=self, execution=asked.execution, on_step=on_step)
-            return begin(self, inputs, drafting, asked, decoded, **own, **call)
+            return begin(self, inputs, drafting, asked, decoded, **call)
         except Unsupported as reason:
-            if config.do_sample:
-                asked.random.undo()
+            asked.random.undo()
             if not isinstance(reason, NothingPays):  # of which `choose` has told
                 logger.warning_once(f"Draft heads are not used, the base decodes by itself: {reason}.")
         finally:
             if config.do_sample:
                 asked.random.close()
         call |= {"generation_config": config, "streamer": streamer, "custom_generate": custom_generate}
-        output = self.base.generate(inputs, **own, **call)
+        output = self.base.generate(inputs, **call)
         return DraftHeadGenerateOutput(**output) if type(output) is GenerateDecoderOnlyOutput else output
 
     def _merged_config(

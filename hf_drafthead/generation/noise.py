@@ -28,20 +28,21 @@ class NoiseTape:
     def __init__(self, batch_size: int, generator: torch.Generator):
         self.batch_size, self.generator = batch_size, generator
         self.newest = 0  # position that is drawn next
-        self.states: dict[int, torch.Tensor] = {0: self._state()}  # before every position drawn, and after the last one
+        # before every position drawn, and after the last one
+        self.states: dict[int, torch.Tensor] = {0: generator.get_state()}
         self.drawn: dict[int, torch.Tensor] = {}
 
     def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
         """(B, V) noise of a position, counted from 0; `like` gives V and dtype."""
         while self.newest <= position:
-            self._restore(self.states[self.newest])
+            self.generator.set_state(self.states[self.newest])
             self.drawn[self.newest] = self._draw(like)
             self.drawn.pop(self.newest - self.KEPT, None)
             self.newest += 1
-            self.states[self.newest] = self._state()
+            self.states[self.newest] = self.generator.get_state()
         if position in self.drawn:
             return self.drawn[position]
-        self._restore(self.states[position])
+        self.generator.set_state(self.states[position])
         return self._draw(like)
 
     def ahead(self, firsts: list[int], depth: int) -> torch.Tensor:
@@ -65,17 +66,11 @@ class NoiseTape:
         noise = like.new_empty(self.batch_size, like.shape[-1], device=self.generator.device)
         return noise.exponential_(1, generator=self.generator)
 
-    def _state(self):
-        return self.generator.get_state()
-
-    def _restore(self, state):
-        self.generator.set_state(state)
-
 
 class RandomNumbers:
     """Where one call draws from, and where its user's objects do.
 
-    A call of `generate` begins where the process's generators stand as it begins to draw (`begin`). These stand
+    A call of `generate` begins where the process's generators stand as it begins to draw (`sample`). These stand
     elsewhere from then on, so that what other threads draw meanwhile is something else, and are set once, at the end
     (`close`), to where the base would leave them; where somebody else has moved them they are left alone.
 
@@ -107,14 +102,6 @@ class RandomNumbers:
             numbers._leave_process(numbers.generators)
         return numbers
 
-    def begin(self, device: torch.device) -> torch.Generator:
-        """The call is going to sample on a device: a generator of its own for that."""
-        if not self.generators:
-            self.parked = self._leave_process(generators_of(device))
-        generator = torch.Generator(self.generators[-1].device)
-        generator.set_state(self.states[-1])
-        return generator
-
     def _leave_process(self, generators: list[torch.Generator]) -> list[torch.Tensor]:
         """Go on from where the process's generators stand, and let these go on elsewhere."""
         with GENERATORS:  # no other call begins where this one does
@@ -124,8 +111,12 @@ class RandomNumbers:
         return parked
 
     def sample(self, batch_size: int, device: torch.device) -> None:
-        """The call is going to sample as the base does."""
-        self.tape = NoiseTape(batch_size, self.begin(device))
+        """The call is going to sample as the base does, with a generator of its own."""
+        if not self.generators:
+            self.parked = self._leave_process(generators_of(device))
+        generator = torch.Generator(self.generators[-1].device)
+        generator.set_state(self.states[-1])
+        self.tape = NoiseTape(batch_size, generator)
 
     def chosen(self, position: int) -> None:
         """So many positions have a token now: where the base's call would stand."""
@@ -181,7 +172,7 @@ class RandomNumbers:
         if self.parked is not None:
             with GENERATORS:
                 leave_at(self.generators, self.begun_at)
-        self.__init__()  # type: ignore[misc]
+            self.__init__()  # type: ignore[misc]
 
     def close(self) -> None:
         """At the end of a call, also by an exception: leave the process's generators where the base's call would."""

@@ -36,9 +36,8 @@ Stage = Callable[..., Any]
 
 
 class NotCaptured(Exception):
-    """A stage cannot be compiled or recorded; the text says why. The call's tensors are as they were before it.
-
-    `lasting`: for later calls too; where there is no reason it was told, or another call compiles.
+    """A stage cannot be compiled or recorded, `lasting` for later calls too; without a reason where that was told, or
+    another call compiles. The call's tensors are as they were before it.
     """
 
     def __init__(self, reason: str, lasting: bool | None = None):
@@ -141,9 +140,7 @@ class Recorded:
         return self.result
 
     def try_again(self, *arguments: Any) -> None:
-        """At the beginning of a call: drop the graph if it does something else than the stage does now, whose outcome
-        is put back.
-        """
+        """At the beginning of a call: drop the graph if it does something else than the stage does now."""
         if self.replay is not None and not isinstance(self.stage, Program) and not self._agrees(arguments):
             self.replay, self.warm = None, False
 
@@ -160,9 +157,7 @@ class Recorded:
                 place.copy_(value)
 
     def _record(self, arguments: tuple) -> None:
-        """Record it, and compare a replay with a run: a base that decides something on the host is refused
-        (NotCaptured).
-        """
+        """Record it, and compare a replay with a run: NotCaptured where the base decides something on the host."""
 
         def fixed(value: Any) -> Any:
             if isinstance(value, (Rows, Limits)):
@@ -242,9 +237,8 @@ def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class Arena:
-    """Memory that recorded programs work on; it belongs to one call at a time, which says when it is `free` again.
-
-    It keeps the tensors and caches of the call that takes it first.
+    """Memory that recorded programs work on, of the call that takes it first; it belongs to one at a time, which says
+    when it is `free` again.
     """
 
     def __init__(self, state: DecodingState):
@@ -369,9 +363,7 @@ def form_of(tree: Any) -> Hashable:
 def fix(
     state: DecodingState, capacity: int, nodes: int, depth: int, padding: int, programs: bool, compiles: bool
 ) -> None:
-    """Give all tensors of a call shapes for so many past positions, as `programs`, or a compiler, want them; else
-    MemoryError.
-    """
+    """Give all tensors of a call shapes for so many past positions, as `programs`, or a compiler, want them."""
     for cache in state.caches:
         if compiles:
             cache.split()

@@ -72,18 +72,13 @@ def put(state: DecodingState, row: int, one: DecodingState, axes: Axes) -> None:
     lengths[row], ends[row], shift[row] = other.lengths[0], other.ends[0], other.position_shift[0]
     after = Rows(sequences, lengths, ends, shift, None, tree_unflatten(joined, form), rows.cache)
     state.keep(written(rows, after) if rows.cache.fixed else after, [])
-    put_limits(state, row, one.limits)
-    state.lengths[row], state.ends[row], state.last_position[row] = length, one.ends[0], one.last_position[0]
-    state.counted.clear()
-
-
-def put_limits(state: DecodingState, row: int, limits: Limits) -> None:
-    """Let a row stop where its own call would."""
-    more = limits.eos.shape[-1] - state.limits.eos.shape[-1]
+    more = one.limits.eos.shape[-1] - state.limits.eos.shape[-1]  # let it stop where its own call would
     state.limits = state.limits._replace(eos=F.pad(state.limits.eos, (0, max(more, 0)), value=-1))
-    limits = limits._replace(eos=F.pad(limits.eos, (0, max(-more, 0)), value=-1))
+    limits = one.limits._replace(eos=F.pad(one.limits.eos, (0, max(-more, 0)), value=-1))
     for place, entry in zip(state.limits, limits):
         place[row] = entry[0]
+    state.lengths[row], state.ends[row], state.last_position[row] = length, one.ends[0], one.last_position[0]
+    state.counted.clear()
 
 
 def vacate(state: DecodingState, row: int) -> None:

@@ -81,19 +81,12 @@ class Rules:
         )
         # rows that have ended go on for as long as others do, and some of them for longer
         self.overruns = not (self.pads or self.lockstep or types_of <= {MaxLengthCriteria})
-        known = all(type(processor) in ROW_BY_ROW for processor in self.processors)
-        if self.samples and self.random is NOTHING_DRAWN:
-            self.random = RandomNumbers()
-        known = known and types_of.issubset(CRITERIA_ROW_BY_ROW)
-        self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and not known
         if self.samples:
+            self.random = RandomNumbers() if self.random is NOTHING_DRAWN else self.random
             self.random.sample(self.batch_size, self.device)
+        known = types_of.issubset(CRITERIA_ROW_BY_ROW) and {*map(type, self.processors)}.issubset(ROW_BY_ROW)
+        self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and not known
         self.grammar = Grammar.of(self) if self.processors else None
-
-    @property
-    def temperature(self) -> float:
-        """T, with which the call samples."""
-        return temperature_of(self.processors)
 
     @property
     def tape(self) -> NoiseTape | None:
@@ -103,12 +96,9 @@ class Rules:
     def choose(
         self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
-        """The token (g,) that each of `rows` emits next, chosen as the base chooses it.
+        """The token (g,) that each of g rows, of all in lockstep, emits next, chosen as the base chooses it.
 
-        Args:
-            rows: g row numbers; all B of them in lockstep.
-            logits: (g, V) of the base after each row's last token.
-            sequences, lengths: (B, L) token ids; row b's prefix is its first `lengths[b]`; in lockstep all are alike.
+        Of logits (g, V) after each row's last token, and token ids (B, L); row b's prefix is its first `lengths[b]`.
         """
         logits = logits.to(sequences.device, torch.float32, copy=True)
         with self.random.lent() if self.asks_others else contextlib.nullcontext():
@@ -173,13 +163,10 @@ class Rules:
         q is the softmax of l / T, with the call's temperature T, and log(q / E) = (l - T log E) / T + constant; the
         noise is E (B, D, V), from `noise_ahead`.
         """
-        return noise.log() * -self.temperature
+        return noise.log() * -temperature_of(self.processors)
 
     def stops(self, rows: list[int], newest: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
-        """Whether a criterion fires on each row's prefix, of which `newest` is the last token; g answers.
-
-        Arguments as in `choose`; the sequences are not looked at in calls on device.
-        """
+        """Whether a criterion fires on each row's prefix, of which `newest` is the last token; g answers."""
         if self.on_device:
             assert self.max_length is not None
             return [token in self.eos_tokens or lengths[row] >= self.max_length for row, token in zip(rows, newest)]

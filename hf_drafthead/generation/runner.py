@@ -56,10 +56,8 @@ COMPILES = (
 
 
 class Execution(NamedTuple):
-    """How a call runs its steps.
-
-    name: eager, compiled or recorded; config: what `torch.compile` is told; records: whether programs become graphs,
-    also those that were compiled.
+    """How a call runs its steps: eager, compiled or recorded; what `torch.compile` is told; whether programs become
+    graphs, also those that were compiled.
     """
 
     name: str
@@ -78,11 +76,6 @@ class Execution(NamedTuple):
             return cls("eager")
         if asked is None and config.cache_implementation != "static":
             return cls("recorded", records=True) if graphs else cls("eager")
-        return cls.with_compiler(graphs, asked)
-
-    @classmethod
-    def with_compiler(cls, graphs: bool, asked: CompileConfig | None) -> Execution:
-        """Of a call that asks for compiled steps, where there are graphs or none."""
         records = graphs and (asked is None or asked.mode in RECORDS)
         return cls("compiled", asked or CompileConfig(mode="default"), records)
 
@@ -93,13 +86,7 @@ def has_graphs(device: torch.device) -> bool:
 
 
 class Runner:
-    """Takes the steps of a batch.
-
-    Args:
-        batch: whose model's programs are kept as long as that lives.
-        state: the first.
-        choose: which tree the next step takes, where that is not always the same.
-    """
+    """Takes the steps of a batch; `choose` says which tree the next one takes, where that is not always the same."""
 
     def __init__(self, batch: Any, state: DecodingState, choose: Callable[[DecodingState], Tree] | None):
         self.model, self.drafter, self.reader = batch.model, batch.drafter, batch.reader
@@ -180,10 +167,8 @@ class Runner:
         return self.stages[step]
 
     def _smaller(self, tree: Tree, short: DoesNotFit) -> Tree:
-        """The tree of this step and of all that follow, after one for which memory is short.
-
-        Raises:
-            DoesNotFit: a batch of several calls gets smaller before the tree does.
+        """The tree of this step and of all that follow, after one for which memory is short; DoesNotFit in a batch of
+        several calls, which gets smaller before the tree does.
         """
         if sum(member is not None for member in self.members) > 1 and self.shared:
             raise short
@@ -224,12 +209,15 @@ class Runner:
         return stage(*arguments)
 
     def _first_run(self, step: Step, name: str, stage: Stage, arguments: tuple) -> Any:
-        """Run a stage by a program that is new to the call, or to the memory of the call.
+        """Run a stage by a program that is new to the call, or to the memory of the call, else NotCaptured."""
+        program: Any = stage
+        if (config := self.execution.config) is not None:
+            from hf_drafthead.bases.compiling import repeated  # takes a second to import
 
-        Raises:
-            NotCaptured: without a reason if that was told, or if another call compiles, for which nobody waits.
-        """
-        program: Any = stage if self.execution.config is None else self._program(stage, arguments)
+            if self.layers is None:
+                self.layers = tuple(map(id, repeated(self.model.base)))
+            made_for = (stage, repr(config), self.reader, *self.layers)
+            program = self.programs.fitting(made_for, arguments) or Program(made_for, stage, config)
         runs: Any = program
         if self.arena is not None:
             key = (program, step.tree, form_of(arguments[1:]))
@@ -244,16 +232,6 @@ class Runner:
         else:
             setattr(self.stages[step], name, functools.partial(program.step, step.stages))
         return result
-
-    def _program(self, stage: Stage, arguments: tuple) -> Program:
-        """A program for such arguments, of an earlier call or new."""
-        from hf_drafthead.bases.compiling import repeated  # takes a second to import
-
-        config: Any = self.execution.config
-        if self.layers is None:
-            self.layers = tuple(map(id, repeated(self.model.base)))
-        made_for = (stage, repr(config), self.reader, *self.layers)
-        return self.programs.fitting(made_for, arguments) or Program(made_for, stage, config)
 
     def _compiled(self, program: Program, runs: Stage, arguments: tuple) -> Any:
         """Run what compiles a program, which is then kept."""
@@ -274,9 +252,7 @@ class Runner:
         return result
 
     def fit(self, state: DecodingState, depth: int, longest: int = 0) -> None:
-        """See that there is room for a step of `depth` nodes, and for a row of `longest` tokens that joins, else
-        MemoryError.
-        """
+        """See that there is room for a step of `depth` nodes, and for a row of `longest` tokens that joins."""
         longest, more, cache = max(longest, *state.lengths), self.steps_of_room * depth, state.rows.cache
         past, programs = longest + state.past_shift, self.execution.name != "eager"
         need = past + max(more, len(state.pending))
@@ -294,8 +270,12 @@ class Runner:
         self.stages.clear()
         self.recorded.clear()
         programs = self.execution.name != "eager"
-        if state.rows.cache.fixed and not programs:
-            self._leave_memory(state)
+        if state.rows.cache.fixed and not programs:  # memory of the call's own again, which no program works on
+            rows = state.rows if self.arena is None else out_of_arena(state.rows)
+            for cache in rows.caches:
+                cache.fixed, cache.extent = False, int(cache.lengths.max())
+            self.arena = None
+            state.keep(rows, state.pending)
         # the same number of nodes for most trees, which then share programs; attention looks at those that there are
         slots = rounded_up(self.tree.slots, SLOTS) if programs else self.tree.slots
         ahead = AHEAD if programs else max(STRETCH, longest // 8)
@@ -335,11 +315,3 @@ class Runner:
         if reason:
             logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
         self.execution, self.ahead, self.compiled_in = Execution("eager"), 0, 0.0
-
-    def _leave_memory(self, state: DecodingState) -> None:
-        """Let the call have memory of its own again, which no program works on."""
-        rows = state.rows if self.arena is None else out_of_arena(state.rows)
-        for cache in rows.caches:
-            cache.fixed, cache.extent = False, int(cache.lengths.max())
-        self.arena = None
-        state.keep(rows, state.pending)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hf_drafthead.bases.releases import STREAMERS, BaseStreamer, GenerateDecoderOnlyOutput
+from hf_drafthead.bases.releases import BaseStreamer, GenerateDecoderOnlyOutput
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.noise import NOTHING_DRAWN
@@ -46,10 +46,9 @@ class Guesses(NamedTuple):
     inside: torch.Tensor | None = None
 
     def top(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k best guesses of every node: base token ids and scores, (B, n or 1, k) each, best first.
+        """The k best guesses of every node: base token ids and the drafter's scores, (B, n or 1, k) each, best first.
 
-        The tilt (B, V) is what `Rules.tilt` adds to the scores of each base token at this depth: the order is then that
-        of q / E, with the base's own noise E; the scores that are returned stay the drafter's.
+        A tilt (B, V) of `Rules.tilt` is added to the scores for the order, which is then that of q / E.
         """
         if tilt is None:
             scores, tokens = self.logits.topk(k)
@@ -59,10 +58,7 @@ class Guesses(NamedTuple):
         return (tokens if self.to_base is None else self.to_base.to(tokens.device)[tokens]), scores
 
     def likeliest(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `top`, with log-probabilities in the place of scores; what is no number is taken for impossible.
-
-        They are the drafter's; with a tilt those of tilted scores, which already know what the base will draw.
-        """
+        """As `top`, with log-probabilities of the scores, tilted ones too; NaN is taken for impossible."""
         guesses = self if tilt is None else self._replace(logits=self.logits + self._tilt(tilt))
         tokens, scores = guesses.top(k)
         exact = torch.promote_types(scores.dtype, torch.float32)
@@ -316,17 +312,12 @@ def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]
     return [row for row, end in enumerate(ends) if end is None or lengths[row] < horizon]
 
 
-def may_draw(streamer: BaseStreamer) -> bool:
-    """Whether a streamer may draw random numbers: none of transformers' own does."""
-    return type(streamer) not in STREAMERS
-
-
 class Stream:
     """Gives a streamer the prompt and every committed token, one put per position as in transformers."""
 
     def __init__(self, streamer: BaseStreamer, rules: Any):
         self.streamer, self.position, self.rules = streamer, 0, rules
-        self.random = rules.random if may_draw(streamer) else NOTHING_DRAWN
+        self.random = rules.random if rules.streams else NOTHING_DRAWN
 
     def show(self, tokens: torch.Tensor) -> None:
         """Put the prompt (B, P), or the next position (B,)."""
@@ -341,11 +332,10 @@ class Stream:
 
     def committed(self, state: DecodingState) -> None:
         """Put every position that all rows of a state have reached and that was not shown yet."""
-        ends, pads = state.ends, self.rules.pads
-        still = [length for length, end in zip(state.lengths, ends) if end is None or not pads]
-        ready = min(still) if still else max(state.lengths)
-        if all(end is not None for end in ends):
-            ready = min(ready, max(end for end in ends if end is not None))
+        still = [length for length, end in zip(state.lengths, state.ends) if end is None or not self.rules.pads]
+        ready = min(still, default=max(state.lengths))
+        if None not in state.ends:
+            ready = min(ready, max(filter(None, state.ends)))
         while self.position < ready:
             self.show(state.rows.sequences[:, self.position])
 
@@ -355,10 +345,9 @@ class Member:
     """One call in a batch.
 
     state: of its rows alone, until it joins and while it is set aside; rows: where they are in the batch; reader: how
-        its steps run the base; given: the ordinary cache of the call and the positions that it held; counted: tokens of
-        each step, row by row, up to the row's own end; error: what has ended it; noise: of the coming positions,
-        between a draft and its walk; request: in a manager, whose tokens they are; weights: of the base that read the
-        prompt, see `Batch.weights`.
+    its steps run the base; given: the ordinary cache of the call and the positions that it held; counted: tokens of
+    each step, row by row, up to the row's own end; error: what has ended it; noise: of the coming positions, between a
+    draft and its walk; request: in a manager; weights: of the base that read the prompt, see `Batch.weights`.
     """
 
     rules: Any

@@ -53,9 +53,8 @@ class Stages:
     """The stages of a step with one tree. They hold the base and the drafter, and nothing of a call.
 
     What they return is made anew: of a tuple made by `_replace` a program returns in torch 2.11 one without its fields.
-
-    heads: the tree without copies; levels, topology: of a static one, as tensors where the rows are; values: (1, N) by
-    which its nodes go where copies need their place; observer: the drafter, None where nothing but copies is guessed.
+    heads: the tree without copies; values: (1, N) by which its nodes go where copies need their place; observer: the
+    drafter, None where nothing but copies is guessed.
     """
 
     reader: BaseReader
@@ -120,8 +119,7 @@ class Stages:
     def fill_dynamic(
         self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, copied: Copies | None = None
     ) -> tuple[Any, Candidates]:
-        """As `fill_static`, of a dynamic tree, copies included, without waiting for the device: every shape is the
-        tree's.
+        """As `fill_static`, of a dynamic tree, copies included: every shape is the tree's.
 
         Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the
         likeliest node's first. Those that are kept stay in this order.
@@ -221,11 +219,8 @@ def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
 class Step:
     """The steps of a batch with one tree: its calls share the draft and the forward, and each walks by its own rules.
 
-    Args:
-        batch, tree: whose steps they are, and what they fill; calls join the batch's members, and leave.
-        device: where the rows are.
-        timed: note the seconds of every stage, for which the host waits after each.
-        ahead: the host may launch the next step before it reads this one's outcome, where nothing is asked of it.
+    timed: note the seconds of every stage, for which the host waits after each; ahead: the host may launch the next
+    step before it reads this one's outcome, where nothing is asked of it.
     """
 
     def __init__(self, batch: Any, tree: Tree, *, device: torch.device, timed: bool, ahead: bool):

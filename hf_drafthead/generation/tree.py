@@ -252,7 +252,7 @@ class DynamicTree:
         limits = {"nodes": (2, MAX_NODES), "depth": (1, MAX_DEPTH), "width": (1, MAX_NODES)}
         for name, (least, most) in limits.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int):
+            if type(value) is not int:
                 raise TypeError(f"{name} of a dynamic tree is {value!r} ({type(value).__name__}): expected a number.")
             if not least <= value <= most:
                 raise ValueError(f"{name} of a dynamic tree is {value}: expected {least} to {most:,}.")
@@ -403,25 +403,24 @@ def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
         if isinstance(path, (str, bytes)) or not isinstance(path, Sequence):
             raise TypeError(f"a tree has the path {_shown.repr(path)} ({type(path).__name__}): {expected}.")
         # The limits come first, so that a tree beyond them costs no more than one within them.
-        if len(path) > MAX_DEPTH:
+        if len(path) > MAX_DEPTH or len(rank_paths) == MAX_NODES - 1:
             raise ValueError(
-                f"a tree has a path of {len(path):,} ranks, expected at most {MAX_DEPTH}: drop longer paths."
+                f"a tree has more than {MAX_NODES:,} nodes, the root included, or a path of more than {MAX_DEPTH} "
+                "ranks: keep the most likely ones."
             )
-        if len(rank_paths) == MAX_NODES - 1:
-            raise ValueError(f"a tree has more than {MAX_NODES:,} nodes, the root included: keep the most likely ones.")
         if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in path):
             shown = _shown.repr(list(path))
             raise TypeError(f"the path {shown} holds something other than integers: {expected}.")
+        if not path or min(path) < 0:
+            raise ValueError(
+                f"a tree has the node {_shown.repr(tuple(path))}: expected at least one rank, counted from 0, the best "
+                "guess; the root is always there."
+            )
         rank_paths.append(tuple(path))
     if not rank_paths:
         raise ValueError(f"a tree without nodes drafts nothing: {expected}, or call the base's own generate.")
     counts = Counter(rank_paths)
     for path in rank_paths:
-        if not path:
-            raise ValueError("the empty path is the root, which is always there: drop it from the tree.")
-        if min(path) < 0:
-            shown, rank = _shown.repr(path), _shown.repr(min(path))
-            raise ValueError(f"node {shown} has the negative rank {rank}: ranks count from 0, the best guess.")
         if len(path) > 1 and path[:-1] not in counts:
             shown, parent = _shown.repr(path), _shown.repr(path[:-1])
             raise ValueError(

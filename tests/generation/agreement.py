@@ -79,6 +79,18 @@ def own_lengths(sequences: torch.Tensor, prompt_length: int, eos: Sequence[int])
     return [next((i + 1 for i, token in enumerate(row) if token in eos), len(row)) for row in rows]
 
 
+def as_the_base(model, call: dict[str, Any], seed: int = 3, **ours: Any) -> Any:
+    """The output of a call that drafts: the text of the base, and the generator left where that leaves it."""
+    torch.manual_seed(seed)
+    expected = model.base.generate(**call)
+    left_at = torch.get_rng_state()
+    torch.manual_seed(seed)
+    got = model.generate(**call, **ours, return_dict_in_generate=True)
+    assert torch.equal(got.sequences, expected) and torch.equal(torch.get_rng_state(), left_at)
+    assert got.accepted_lengths is not None, "the base decoded by itself"
+    return got
+
+
 def agree(
     base: PreTrainedModel | None = None,
     inputs: dict[str, torch.Tensor] | None = None,

@@ -144,6 +144,37 @@ def test_embeddings_beside_an_empty_prompt_are_no_empty_prompt(model):
     assert torch.equal(model.generate(input_ids=EMPTY, **call), model.base.generate(**call))
 
 
+COPIED = {
+    "no copies": ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0: expected a whole number"),
+    "fewer copies": ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens is -3: expected a whole number"),
+    "half a copy": ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens is 2.5: expected a whole number"),
+    "no match": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
+    "copies alone": ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
+    "nothing": ({"draft_tree": []}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
+    "one text": (
+        {"lookup_texts": "a text"},
+        "lookup_texts is of type str: expected a list of texts, or of their token",
+    ),
+    "a number": ({"lookup_texts": 3}, "lookup_texts is of type int: expected a list of texts"),
+    "strings": (
+        {"lookup_texts": ["a text"]},
+        "lookup_texts holds strings, but no tokenizer was given: pass tokenizer=",
+    ),
+    "text of text": ({"lookup_texts": [[3, "4"]]}, r"a text of lookup_texts begins \[3, '4'\]: expected a string or"),
+    "no token": (
+        {"lookup_texts": [[3, -4]]},
+        r"a text of lookup_texts begins \[3, -4\]: expected a string or token ids.",
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, text", COPIED.values(), ids=COPIED)
+def test_copies_that_cannot_be_are_refused_in_one_line(settings, text, model):
+    with pytest.raises((TypeError, ValueError), match=text) as refused:
+        model.generate(**prompt(), max_new_tokens=4, **settings)
+    assert "\n" not in str(refused.value)
+
+
 def test_settings_are_checked_before_a_fallback_too(model):
     with pytest.raises(ValueError, match="acceptance is 'lossy'"):
         model.generate(**prompt(), max_new_tokens=3, num_beams=2, acceptance="lossy")

@@ -16,7 +16,7 @@ from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation import tree as trees
 from tests.bases import tiny_base
 from tests.families import FAMILIES
-from tests.generation.agreement import TREE, prompt
+from tests.generation.agreement import TREE, as_the_base, prompt
 
 TRACED = CompileConfig(backend="eager", mode="default")
 STAGES = 3  # draft, verify, commit: each is a program
@@ -44,17 +44,10 @@ def made(monkeypatch):
 
 
 def both(model, rows=1, **call):
-    """Generate captured and with the base, from the same seed; also returns the captured output."""
+    """The output of a captured call, which is the base's."""
     call = {**prompt(rows), **LONG, **call}
     config = call.pop("compile_config", TRACED)
-    torch.manual_seed(3)
-    expected = model.base.generate(**call)
-    left_at = torch.get_rng_state()
-    torch.manual_seed(3)
-    got = model.generate(**call, compile_config=config, draft_tree=TREE, return_dict_in_generate=True)
-    assert torch.equal(got.sequences, expected)
-    assert torch.equal(torch.get_rng_state(), left_at)
-    return got
+    return as_the_base(model, call, compile_config=config, draft_tree=TREE)
 
 
 CALLS = {

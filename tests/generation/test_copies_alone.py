@@ -15,7 +15,7 @@ from hf_drafthead.training import train_heads
 from hf_drafthead.trees.calibrate import calibrate
 from tests.bases import EARLIER, HYBRID, KINDS, VOCABULARY, tiny_base
 from tests.generation import test_recorded
-from tests.generation.agreement import shared_base
+from tests.generation.agreement import as_the_base, shared_base
 from tests.generation.test_lookup import RUNNERS, circling_base, repeating_prompt
 
 DRAFTS = [*(kind for kind in KINDS if kind not in ("mpt", "mamba")), *HYBRID]
@@ -31,14 +31,7 @@ def fields_of(kind: str) -> dict:
 def both(model, rows=3, **call):
     """The same call of the model, which drafts, and of its base: the same text and state of the generator."""
     call = {**repeating_prompt(rows), "max_new_tokens": 20, "eos_token_id": 5, "pad_token_id": 0, **call}
-    torch.manual_seed(3)
-    expected = model.base.generate(**call)
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    found = model.generate(**call, return_dict_in_generate=True)
-    assert found.accepted_lengths is not None, model.why_no_drafts()
-    assert torch.equal(found.sequences, expected) and torch.equal(torch.get_rng_state(), state)
-    return found
+    return as_the_base(model, call)
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])

@@ -58,17 +58,13 @@ def test_with_the_heads_of_every_family(family, rows, choice):
     assert forwards == [*steps, *[max(own) - min(own)] * (max(own) > min(own))]
 
 
+ODD = [[[0]], [[2], [0], [1]], [[5], [5, 3]], [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("tree", ["mc_sim_7b_63", "hydra_single", "medusa_vicuna_7b_stage2"])
-def test_with_published_trees(tree, rows):
+@pytest.mark.parametrize("tree", ["mc_sim_7b_63", "hydra_single", "medusa_vicuna_7b_stage2", *ODD], ids=str)
+def test_with_published_and_odd_trees(tree, rows):
     agree(inputs=prompt(rows), tree=tree, call={"max_new_tokens": 16})
-
-
-@pytest.mark.parametrize(
-    "tree", [[[0]], [[2], [0], [1]], [[5], [5, 3]], [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]], ids=str
-)
-def test_with_odd_trees(tree):
-    agree(inputs=prompt(2), tree=tree, call={"max_new_tokens": 16})
 
 
 @pytest.mark.parametrize("per_node", [False, True], ids=["one guess per level", "guesses per node"])
@@ -92,14 +88,12 @@ def test_a_row_is_the_same_alone_and_in_a_batch():
         assert torch.equal(alone.got.sequences[0, -16:], together[row, -16:])
 
 
-def test_under_eager_attention_in_float64():
-    base = shared_base("llama-gqa", attn_implementation="eager")
-    agree(base, {"input_ids": prompt(3)["input_ids"].clamp_min(3)}, call={"max_new_tokens": 20}, tolerance=1e-5)
-
-
-def test_under_eager_attention_with_padding():
-    base = shared_base("llama-gqa", attn_implementation="eager", dtype=torch.float32)
-    agree(base, prompt(4), call={"max_new_tokens": 20}, tolerance=1e-3)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-5), (torch.float32, 1e-3)], ids=str)
+def test_under_eager_attention(dtype, tolerance):
+    base, inputs = shared_base("llama-gqa", attn_implementation="eager", dtype=dtype), prompt(4)
+    if dtype == torch.float64:  # in which padding gives what is no number
+        inputs = {"input_ids": inputs["input_ids"].clamp_min(3)}
+    agree(base, inputs, call={"max_new_tokens": 20}, tolerance=tolerance)
 
 
 def test_after_a_change_of_attention_implementation():

@@ -18,6 +18,7 @@ from hf_drafthead.trees.costs import StepCosts
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation import test_recorded
+from tests.generation.agreement import as_the_base
 
 
 def agreement(text, end, longest):
@@ -184,28 +185,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: fa
 def check(model, rows, tree, how, **sampling):
     """A call whose prompts repeat themselves: the base's own text and state of the generator."""
     call = {**repeating_prompt(rows), "max_new_tokens": 24, "eos_token_id": 5, "pad_token_id": 0, **sampling}
-    torch.manual_seed(3)
-    expected = model.base.generate(**call)
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    output = model.generate(
-        **call, **how, draft_tree=TREES[tree], prompt_lookup_num_tokens=4, return_dict_in_generate=True
-    )
-    assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
-    assert output.accepted_lengths is not None
-    return output.accepted_lengths
-
-
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("tree", TREES)
-@every_family
-def test_the_text_is_the_base_s(family, tree, sampling, captured, monkeypatch):
-    if captured:
-        if tree == "none" or sampling and tree != "static":
-            pytest.skip("the same program as another case")
-        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    check(family.build(tiny_base("llama-gqa")), 3, tree, RUNNERS["captured"] if captured else {}, **sampling)
+    return as_the_base(model, call, **how, draft_tree=TREES[tree], prompt_lookup_num_tokens=4).accepted_lengths
 
 
 @pytest.mark.parametrize("sampling", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -273,24 +253,6 @@ def test_a_step_says_how_many_of_its_guesses_were_copies(tree):
     records.clear()
     model.generate(**{**call, "prompt_lookup_num_tokens": None}, draft_tree=[[0]], on_step=note)
     assert {copied for _, _, copied in records} == {None}  # where there are none nothing is looked for
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0: expected a whole number"),
-        ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens is -3: expected a whole number"),
-        ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens is 2.5: expected a whole number"),
-        ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
-        ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
-        ({"draft_tree": []}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(settings, message):
-    model = FAMILIES[0].build(tiny_base("llama"))
-    with pytest.raises(ValueError, match=message) as refused:
-        model.generate(**repeating_prompt(1), max_new_tokens=4, **settings)
-    assert "\n" not in str(refused.value)
 
 
 @pytest.fixture
@@ -427,14 +389,8 @@ def looked_up(
         **sampling,
         **processors,
     }
-    torch.manual_seed(seed)
-    expected = model.base.generate(**call)
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    call |= RUNNERS[how]
-    call |= {"prompt_lookup_num_tokens": copied, "max_matching_ngram_size": longest, "draft_tree": tree}
-    output = model.generate(**call, return_dict_in_generate=True)
-    assert torch.equal(output.sequences, expected) and torch.equal(torch.get_rng_state(), state)
+    lookup = {"prompt_lookup_num_tokens": copied, "max_matching_ngram_size": longest, "draft_tree": tree}
+    output = as_the_base(model, call, seed, **RUNNERS[how], **lookup)
     if tokens > 2:
         accepted.append(bool((output.accepted_lengths > 1).any()))
 

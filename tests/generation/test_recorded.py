@@ -12,7 +12,7 @@ from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation.state import Rows
 from tests.bases import tiny_base
 from tests.families import FAMILIES
-from tests.generation.agreement import TREE, prompt
+from tests.generation.agreement import TREE, as_the_base, prompt
 
 CALL = {"max_new_tokens": 24, "eos_token_id": None}
 GREEDY, OTHER = 4, 3  # stages that are recorded: of greedy steps the walk too
@@ -59,12 +59,7 @@ def warnings(monkeypatch):
 
 def check(model, rows=1, **call):
     call = {**prompt(rows), **CALL, **call}
-    torch.manual_seed(3)
-    expected = model.base.generate(**call)
-    left_at = torch.get_rng_state()
-    torch.manual_seed(3)
-    got = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
-    assert torch.equal(got.sequences, expected) and torch.equal(torch.get_rng_state(), left_at)
+    got = as_the_base(model, call, draft_tree=TREE)
     torch.manual_seed(3)
     plain = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True, disable_compile=True)
     assert torch.equal(got.accepted_lengths, plain.accepted_lengths)
@@ -359,18 +354,3 @@ def test_a_base_with_hooks_of_the_user_s_own_is_not_recorded(recordings, warning
     check(model)
     (warning,) = set(warnings)
     assert recordings == [] and "has hooks or forwards of the user's own" in warning
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("choice", [{}, {"do_sample": True, "top_k": 20}], ids=["greedy", "sampled"])
-@every_family
-def test_exact_on_a_gpu(family, choice, warnings):
-    model = family.build(tiny_base("llama-gqa")).to("cuda")
-    call = {name: value.to("cuda") for name, value in prompt(3).items()}
-    for _ in range(2):
-        torch.manual_seed(3)
-        expected = model.base.generate(**call, **CALL, **choice)
-        torch.manual_seed(3)
-        assert torch.equal(model.generate(**call, **CALL, **choice, draft_tree=TREE), expected)
-    (arena,) = programs.PROGRAMS[model].arenas.values()
-    assert warnings == [] and len(arena.programs) == 1

@@ -176,7 +176,7 @@ def test_what_a_call_says_about_its_ends():
     rules = rules_of(criteria=[MaxLengthCriteria(12), MaxLengthCriteria(9)])
     assert (rules.pads, rules.pad_token, rules.max_length, rules.eos_tokens) == (False, 0, 9, [])
     rules = rules_of([processors.TemperatureLogitsWarper(0.5), processors.TemperatureLogitsWarper(3.0)])
-    assert rules.temperature == 1.5
+    assert rules.tilt(torch.tensor(2.0).exp()) == -3.0
 
 
 def test_rows_of_one_length_are_shown_together_and_their_scores_kept_at_their_own_positions():

@@ -18,7 +18,7 @@ from hf_drafthead.generation import Guesses, noise, rules
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
-from tests.generation.agreement import TREE, prompt, shared_base
+from tests.generation.agreement import TREE, as_the_base, prompt, shared_base
 from tests.generation.test_fuzz import trees
 
 TRACED = CompileConfig(backend="eager", mode="default")
@@ -27,14 +27,7 @@ EXAMPLES = int(os.environ.get("SAMPLING_EXAMPLES", "24"))  # `make test-fuzz` as
 
 def same_as_base(model, call, *, seed=11, draft_tree=TREE, **settings):
     """Sample with the base and with the model from one seed: tokens and generator agree; returns the model's output."""
-    torch.manual_seed(seed)
-    expected = model.base.generate(**call, do_sample=True)
-    left_at = torch.get_rng_state()
-    torch.manual_seed(seed)
-    got = model.generate(**call, do_sample=True, draft_tree=draft_tree, return_dict_in_generate=True, **settings)
-    assert torch.equal(got.sequences, expected)
-    assert torch.equal(torch.get_rng_state(), left_at)
-    return got
+    return as_the_base(model, {**call, "do_sample": True}, seed, draft_tree=draft_tree, **settings)
 
 
 class Noisy(LogitsProcessor):

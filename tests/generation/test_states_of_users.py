@@ -19,8 +19,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     StoppingCriteriaList,
     StopStringCriteria,
-    Trainer,
-    TrainingArguments,
 )
 from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
@@ -329,28 +327,7 @@ def test_a_base_in_shards(kind, tmp_path):
 
 # ---- training ------------------------------------------------------------------------------------------------------
 
-learning = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 NAMED = [family for family in FAMILIES if family.name in TRAINED]
-
-
-@pytest.mark.slow
-@each_kind
-@learning
-def test_heads_learn_with_a_plain_trainer_and_the_base_stays(family, kind, tmp_path):
-    base = base_of(kind)
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    text = base.generate(torch.tensor([[5, 6, 7, 8]]), max_new_tokens=28, eos_token_id=None)[0]
-    rows = [{"input_ids": text, "labels": text}] * 4
-    model = family.build(base).train()
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=12, learning_rate=2e-2, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert min(losses[-3:]) < 0.8 * losses[0]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
-    both(model.eval())
 
 
 @pytest.mark.slow

@@ -45,14 +45,21 @@ def test_max_new_tokens(rows, new_tokens):
     assert found.got.accepted_lengths.shape == (rows, -(-(new_tokens - 1) // (DEPTH + 1)))
 
 
-@pytest.mark.parametrize("max_length", [10, 11, 13, 20])
-def test_max_length(max_length):
-    assert agree(inputs=prompt(2), call={"max_length": max_length}).got.sequences.shape[1] == max_length
-
-
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
-def test_the_default_length():
-    assert agree(inputs=prompt(), guess=right, call={}).new_tokens == [20]
+@pytest.mark.parametrize(
+    "length, most",
+    [
+        *(({"max_length": length}, length - 9) for length in (10, 11, 13, 20)),
+        ({}, 20),
+        ({"max_new_tokens": 40, "eos_token_id": None}, 40),
+        ({"max_new_tokens": 20, "max_time": 1e-9}, 1),  # which is up at once
+        ({"max_new_tokens": 20, "max_time": 1e6}, 20),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_other_lengths(rows, length, most):
+    assert agree(inputs=prompt(rows), guess=right, call=length).new_tokens[0] == most
 
 
 @guesses
@@ -88,10 +95,6 @@ def test_padding_is_the_end_of_text_where_there_is_none():
     end = int(free_text(3)[0, 5])
     found = agree(base, prompt(3), call={"max_new_tokens": 16, "eos_token_id": end})
     assert (found.got.sequences[0, 9 + found.new_tokens[0] :] == end).all()
-
-
-def test_no_end_of_text_at_all():
-    assert agree(inputs=prompt(3), call={"max_new_tokens": 40, "eos_token_id": None}).new_tokens == [40] * 3
 
 
 @guesses
@@ -222,15 +225,6 @@ def test_padding_that_no_row_needs_may_be_no_token(padding):
     never = next(token for token in range(3, 60) if not free_text(3).eq(token).any())
     call = {"max_new_tokens": 20, "eos_token_id": never, "pad_token_id": padding}
     agree(inputs=prompt(3), guess=lambda row, position: 0 if row else None, call=call)  # some are done before the first
-
-
-def test_a_time_that_is_up_at_once():
-    assert agree(inputs=prompt(2), call={"max_new_tokens": 20, "max_time": 1e-9}).new_tokens == [1, 1]
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_time_that_is_never_up(rows):
-    agree(inputs=prompt(rows), call={"max_new_tokens": 20, "max_time": 1e6})
 
 
 def test_rows_without_padding_go_on_until_the_last_has_ended():
