@@ -47,12 +47,9 @@ SETTINGS = {
         ValueError,
         r"^draft_tree 'mc_sim_63' is no published tree: expected one of .*mc_sim_7b_63.*, or rank paths such as",
     ),
-    "no tree": ({"draft_tree": ()}, ValueError, r"^a tree without nodes drafts nothing: expected rank paths such as"),
     "an empty name": ({"draft_tree": ""}, ValueError, r"^draft_tree '' is no published tree: expected one of"),
-    "tree by number": ({"draft_tree": 0}, TypeError, r"^a tree was given as 0 \(int\): expected rank paths such as"),
     "tree as tensor": ({"draft_tree": torch.tensor([[0]])}, TypeError, r"^a tree has the path tensor\(\[0\]\)"),
     "orphan": ({"draft_tree": [[0], [1, 0]]}, ValueError, r"^node \(1, 0\) has no parent: add \(1,\) to the tree, or"),
-    "duplicate": ({"draft_tree": [[0], [0]]}, ValueError, r"^node \(0,\) is in the tree 2 times: keep it once\.$"),
     "rank beyond the vocabulary": (
         {"draft_tree": [[67]]},
         ValueError,

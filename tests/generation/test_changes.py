@@ -173,8 +173,8 @@ def test_a_program_that_is_trusted_without_its_guards_is_found_out(monkeypatch):
     assert not same(model, settings)
 
 
-class GoneError(Exception):
-    """Of the user."""
+class GoneError(BaseException):
+    """Of the user, as Ctrl-C is."""
 
 
 class Callback(LogitsProcessor, StoppingCriteria, BaseStreamer):

@@ -4,10 +4,9 @@ import pytest
 import torch
 from transformers import CompileConfig
 
-from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.generation.step import Stages
-from hf_drafthead.generation.tree import DraftTree, DynamicTree, resolve
+from hf_drafthead.generation.tree import DynamicTree, resolve
 from tests.bases import VOCABULARY, tiny_base
 from tests.drafters import half_right, right, wrong
 from tests.dynamic_trees import dynamic_tree
@@ -45,20 +44,6 @@ def test_the_nodes_are_those_of_the_plain_reference_in_every_row(family):
             assert found[row].tolist() == alone.tokens
             assert topology.parents[row, 1:].tolist() == alone.parents[1:]
             assert topology.depths[row].tolist() == alone.depths
-
-
-def test_a_row_s_topology_is_that_of_the_same_static_tree():
-    trees = [DraftTree([(0,), (1,), (0, 0), (0, 1), (0, 1, 0)]), DraftTree([(0,), (1,), (2,), (1, 0), (2, 0)])]
-    parents = torch.tensor([tree.parents for tree in trees])
-    depths = torch.tensor([tree.depths for tree in trees])
-    found = Topology.of(parents, depths, 3)
-    for row, tree in enumerate(trees):
-        expected = tree.topology()
-        assert torch.equal(found.ancestors[row], expected.ancestors[0])
-        assert torch.equal(found.unrelated[row], expected.unrelated[0])
-        width = tree.max_depth + 1
-        assert torch.equal(found.paths[row, :, :width], expected.paths[0])
-        assert not found.paths[row, :, width:].any()
 
 
 class Sure:

@@ -2,9 +2,7 @@
 
 import pytest
 import torch
-from transformers import CompileConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
-from transformers.generation import LogitsProcessor
-from transformers.generation.streamers import BaseStreamer
+from transformers import CompileConfig
 
 from hf_drafthead.generation.step import Stages
 from tests.base_table import SEEING, tiny
@@ -31,33 +29,6 @@ class Fails:
             raise self.error
 
 
-class FailingStreamer(Fails, BaseStreamer):
-    def put(self, value):
-        self.count()
-
-    def end(self):
-        raise AssertionError("there is no end")
-
-
-class FailingProcessor(Fails, LogitsProcessor):
-    def __call__(self, input_ids, scores):
-        self.count()
-        return scores
-
-
-class FailingCriterion(Fails, StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        self.count()
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-FAULTS = {
-    "streamer": lambda error: {"streamer": FailingStreamer(error)},
-    "processor": lambda error: {"logits_processor": LogitsProcessorList([FailingProcessor(error)])},
-    "criterion": lambda error: {"stopping_criteria": StoppingCriteriaList([FailingCriterion(error)])},
-}
-
-
 def same(model, rows=1, **call):
     """The model's next call gives the base's text."""
     own = {name: call.pop(name) for name in ("draft_tree", "compile_config") if name in call}
@@ -67,18 +38,6 @@ def same(model, rows=1, **call):
     got = model.generate(**prompt(rows), **call, **own, return_dict_in_generate=True)
     assert torch.equal(got.sequences, expected) and got.accepted_lengths is not None
     return got
-
-
-@families
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of the user's own")], ids=["Ctrl-C", "an error"])
-@pytest.mark.parametrize("captured", [{}, TRACED], ids=["uncaptured", "captured"])
-def test_a_call_that_is_broken_off_leaves_nothing_behind(captured, error, family, untraced):
-    model = family.build(tiny_base("llama-gqa"))
-    for make in FAULTS.values():
-        with pytest.raises(type(error)):
-            model.generate(**prompt(), **LONG, **captured, **make(error))
-        same(model, **LONG, **captured)
-    same(model, **LONG, **captured, do_sample=True)
 
 
 class FailingHook(Fails):

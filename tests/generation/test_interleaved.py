@@ -1,13 +1,11 @@
 """Interleaved: two generations at once on one model do not disturb each other."""
 
-import contextlib
 import copy
 import threading
-from functools import partial
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from tests.bases import tiny_base
@@ -126,77 +124,3 @@ def test_a_copy_of_the_model_runs_its_own_base():
     assert torch.equal(twin.generate(**ONE, draft_tree=TREE), twin.base.generate(**ONE))
     assert torch.equal(model.generate(**ONE, draft_tree=TREE), before)
     assert not torch.equal(twin.base.generate(**ONE), before)
-
-
-@pytest.mark.few(2)
-@all_families
-def test_calls_that_sample_in_threads_write_texts_of_their_own(family):
-    base = shared_base("llama")
-    model = family.build(base)
-    model._base_reader()
-    calls = [model.generate, model.generate, model.generate, base.generate]
-    call, texts, begin = {**prompt(), "max_new_tokens": 20, "eos_token_id": None}, [None] * 4, threading.Barrier(4)
-
-    def sample(number):
-        begin.wait()
-        settings = {} if calls[number] == base.generate else {"draft_tree": TREE}
-        texts[number] = calls[number](**call, do_sample=True, temperature=2.0, **settings)[0, 9:]
-
-    threads = [threading.Thread(target=sample, args=(number,)) for number in range(4)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    alike = [int((one == other).sum()) for number, one in enumerate(texts) for other in texts[:number]]
-    assert max(alike) < 7, alike  # of 20, among 64 tokens; a noise that two calls share makes it 20
-
-
-class Nothing(LogitsProcessor):
-    """Of the user's own."""
-
-    def __call__(self, input_ids, scores):
-        return scores
-
-
-class Draws(BaseStreamer):
-    """Draws at every token, as the base's caller may."""
-
-    def put(self, value):
-        torch.rand(3)
-
-    def end(self):
-        torch.rand(2)
-
-
-class Leaves(BaseStreamer):
-    """Ends the call at some token."""
-
-    def __init__(self, left):
-        self.left = left
-
-    def put(self, value):
-        self.left -= 1
-        if self.left < 0:
-            raise ConnectionError("the reader has gone")
-
-    def end(self):
-        pass
-
-
-@pytest.mark.parametrize(
-    "asked",
-    [{}, {"repetition_penalty": 1.2}, {"logits_processor": [Nothing()]}],
-    ids=["plain", "penalty", "processor"],  # a name per process would differ between the processes of a run
-)
-@pytest.mark.parametrize(
-    "make",
-    [Draws, *(partial(Leaves, left) for left in (0, 1, 2, 7))],
-    ids=["draws", *(f"leaves after {left}" for left in (0, 1, 2, 7))],
-)
-def test_the_generator_is_where_the_base_leaves_it_whatever_a_streamer_does(make, asked):
-    base = shared_base("llama")
-    model, found = FAMILIES[0].build(base), []
-    for generate, settings in ((base.generate, {}), (model.generate, {"draft_tree": TREE})):
-        torch.manual_seed(5)
-        with contextlib.suppress(ConnectionError):
-            found.append(generate(**ONE, do_sample=True, streamer=make(), **asked, **settings))
-        found.append(torch.get_rng_state())
-    assert all(torch.equal(one, other) for one, other in zip(found, found[len(found) // 2 :]))

@@ -134,19 +134,6 @@ def test_every_kind_of_tree(tree, kind):
     agree_on(kind, prompt(3), call={"max_new_tokens": 16}, tree=tree)
 
 
-@each_mixer
-def test_copies_from_the_text_alone(kind):
-    base = base_of(kind)
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 10] * 4, [11, 12, 13, 5, 6, 7] * 4])}
-    call = {"max_new_tokens": 16, "eos_token_id": None}
-    model = MedusaForCausalLM.from_base(base, num_draft_heads=2)
-    found = model.generate(
-        **inputs, **call, prompt_lookup_num_tokens=4, draft_tree="lookup", return_dict_in_generate=True
-    )
-    assert found.accepted_lengths is not None
-    assert torch.equal(found.sequences, base.generate(**inputs, **call))
-
-
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("kind", ["qwen3.5", "granite-hybrid"])
 def test_every_family(kind, family):

@@ -139,30 +139,6 @@ def test_text_iterator_streamer(tokenizer):  # noqa: F811
     assert "".join(pieces) == tokenizer.decode(base.generate(**call)[0, 9:])
 
 
-class Broken(BaseStreamer):
-    """Fails in the middle of a text."""
-
-    def __init__(self):
-        self.left = 6
-
-    def put(self, value):
-        self.left -= 1
-        if not self.left:
-            raise ConnectionError("the reader has gone")
-
-    def end(self):
-        raise AssertionError("there is no end")
-
-
-def test_a_streamer_that_fails_ends_the_call_and_leaves_the_model_whole():
-    base = shared_base("llama-gqa")
-    model = Drafted(base, FAMILIES[0].build(base).drafter)
-    with pytest.raises(ConnectionError, match="gone"):
-        model.generate(**prompt(), max_new_tokens=20, streamer=Broken(), draft_tree=TREE)
-    got = model.generate(**prompt(), max_new_tokens=20, draft_tree=TREE)
-    assert torch.equal(got, base.generate(**prompt(), max_new_tokens=20))
-
-
 def test_a_fallback_streams_the_prompt_once():
     base, made = shared_base("llama-gqa"), [Recorder(), Recorder()]
     text = base.generate(**prompt(), max_new_tokens=5)[0].tolist()
