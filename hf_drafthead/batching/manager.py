@@ -380,7 +380,7 @@ class Manager:
                 self._loop()
         except BaseException as fatal:
             error, died = fatal, f"the thread that decodes has died of {type(fatal).__name__}: {fatal}"
-            self.background_thread_status.fatal_error, self.tracker.closed = fatal, died
+            self._stopping, self.background_thread_status.fatal_error, self.tracker.closed = "cancel", fatal, died
             logger.error(died[0].upper() + died[1:])
         try:
             with torch.inference_mode(inference):
