@@ -75,8 +75,6 @@ def first_step(monkeypatch):
     # the stream and the generator of a GPU that is not there
     stream = types.SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
-    monkeypatch.setattr(noise.NoiseTape, "_state", lambda tape: None)
-    monkeypatch.setattr(noise.NoiseTape, "_restore", lambda tape, state: None)
 
     def draw(tape, like):
         return like.new_empty(tape.batch_size, like.shape[-1], device=tape.generator.device).exponential_()
@@ -136,7 +134,8 @@ def moved(step, state, twin):
     state.rows, state.limits = faked(state.rows), faked(state.limits)
     rules.device = CUDA
     if rules.tape is not None:
-        rules.tape.generator = types.SimpleNamespace(device=CUDA)
+        states = {"get_state": lambda: None, "set_state": lambda state: None}
+        rules.tape.generator = types.SimpleNamespace(device=CUDA, **states)
         rules.tape.drawn = faked(rules.tape.drawn)
     for part in (*rules.processors, *rules.criteria):
         vars(part).update(faked(dict(vars(part))))
