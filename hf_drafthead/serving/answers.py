@@ -22,7 +22,6 @@ FIXED |= dict.fromkeys(("output_scores", "output_logits", "output_attentions", "
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 OF_REQUESTS = {"input", "model", "stream", "stream_options"}  # fields that a response does not repeat
 PIECES = re.compile("[^<>]+|.", re.DOTALL)  # so that what stands before the marker behind a faulty call is not lost
-DRAFTS = ("drafted", "accepted")
 KINDS = {"content": "message", "reasoning_content": "reasoning", "thinking": "reasoning"}  # of items, by parsed fields
 OF_TEXTS: Object = {"message": ("output_text", {"role": "assistant"}), "reasoning": ("reasoning_text", {"summary": []})}
 CUT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for a part of a character
@@ -172,6 +171,7 @@ class Completions:
     def __init__(self, served: Served, body: Any):
         self.served, self.created, self.key = served, int(time.time()), uuid.uuid4().hex
         self.body = self.asked = checked(self.kind, body)
+        self.stream: bool = self.body.get("stream", False)
         if self.body.get("model", served.name) != served.name:
             raise Refused("model", f"{served.name!r} is served here, no other.", "model_not_found")
         if self.body.get("store") and not served.options.learn:
@@ -185,27 +185,27 @@ class Completions:
         one = isinstance(given, str) or isinstance(given[0], int)
         return [self.served.prompt(each) for each in ([given] if one else given)]
 
-    def part(self, choice: Choice, whole: bool) -> Object:
+    def part(self, choice: Choice) -> Object:
         """What a choice has grown by, or all of it."""
         names, values, others, places = zip(*choice.tokens) if choice.tokens else ((),) * 4
         top = [{**dict(other), name: value} for name, value, other in zip(names, values, others)]
         logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": top, "text_offset": places}
         return {"text": choice.added("message"), "logprobs": None if self.alternatives is None else logprobs}
 
-    def wrapped(self, choices: list[Choice], whole: bool = False) -> Object:
+    def wrapped(self, choices: list[Choice]) -> Object:
         """Choices, in what stands around them."""
-        prefix, answer, piece = self.names
+        about = {"id": f"{self.names[0]}-{self.key}", "object": self.names[1 + self.stream], "created": self.created}
         ends = [{"index": choice.index, "finish_reason": choice.finish or None} for choice in choices]
-        parts = [self.part(choice, whole) | end for choice, end in zip(choices, ends)]
-        about = {"id": f"{prefix}-{self.key}", "object": answer if whole else piece, "created": self.created}
+        parts = [self.part(choice) | end for choice, end in zip(choices, ends)]
         return about | {"model": self.served.name, "choices": parts}
 
     def usage(self) -> Object:
         """How many tokens were read and written, and how many of these were drafted and accepted."""
         read, wrote = sum(len(ids) for ids, _ in self.prompts), sum(choice.count for choice in self.choices)
         counts = {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
-        results = [choice.result for choice in self.choices]
-        return counts | {f"{name}_tokens": sum(getattr(each, name) for each in results) for name in DRAFTS}
+        for name in ("drafted", "accepted"):
+            counts[f"{name}_tokens"] = sum(getattr(choice.result, name) for choice in self.choices)
+        return counts
 
     def grown(self, choice: Choice) -> Iterator[str]:
         """The events of what a choice has grown by."""
@@ -216,12 +216,12 @@ class Completions:
         """The last events, or the whole answer."""
         if error is not None:
             yield event({"error": error})
-        elif not self.body.get("stream"):
-            yield json.dumps(self.wrapped(self.choices, whole=True) | {"usage": self.usage()})
-        else:
+        elif self.stream:
             if self.body.get("stream_options", {}).get("include_usage"):
                 yield event(self.wrapped([]) | {"usage": self.usage()})
             yield "data: [DONE]\n\n"
+        else:
+            yield json.dumps(self.wrapped(self.choices) | {"usage": self.usage()})
 
 
 class Chat(Completions):
@@ -241,7 +241,7 @@ class Chat(Completions):
         self.body = self.body | {"tools": self.body.get("tools") if self.body.get("tool_choice") != "none" else None}
         return [self.served.chat(self.body)]
 
-    def part(self, choice: Choice, whole: bool) -> Object:
+    def part(self, choice: Choice) -> Object:
         content, thoughts = choice.added("message"), choice.added("reasoning")
         calls = [call for kind, call in choice.grown if kind == "function_call"]
         message: Object = {"content": content if content or not calls else None}
@@ -249,7 +249,7 @@ class Chat(Completions):
         message |= {"reasoning_content": thoughts} if thoughts else {}
         message |= {"tool_calls": calls} if calls else {}
         logprobs = None if self.alternatives is None else {"content": [scored(*token) for token in choice.tokens]}
-        return {"message" if whole else "delta": message, "logprobs": logprobs}
+        return {"delta" if self.stream else "message": message, "logprobs": logprobs}
 
 
 class Responses(Chat):
@@ -331,4 +331,4 @@ class Responses(Chat):
         if error is not None:
             yield from self.closed("incomplete")
         response = self.response("completed" if error is None else "failed", error)
-        yield self.sends(response["status"], response=response) if self.body.get("stream") else json.dumps(response)
+        yield self.sends(response["status"], response=response) if self.stream else json.dumps(response)

@@ -43,26 +43,25 @@ class Answer(StreamingResponse):
 def failure(problem: Any) -> HTTPException:
     """What clients are told, as OpenAI's API has it, of an exception, or of an error that the manager tells."""
     if isinstance(problem, AnyHTTPException):
-        about: Any = problem.detail
-        status = problem.status_code
+        status, about = problem.status_code, problem.detail
     else:
         about = problem if isinstance(problem, str) else f"{type(problem).__name__}: {problem}"
         status = 503 if LATER.match(about) else 400 if FAULTS.match(about) else 500
-    if status == 500:
-        logging.getLogger("uvicorn.error").error("a request has failed: %s", about)
-    about = about if isinstance(about, dict) else {"message": " ".join(about.split()), "param": None, "code": None}
+        if status == 500:
+            logging.getLogger("uvicorn.error").error("a request has failed: %s", about)
+    told: Any = about if isinstance(about, dict) else {"message": " ".join(about.split()), "param": None, "code": None}
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return HTTPException(status, {"type": kind, **about}, {"Retry-After": "1"} if status == 503 else None)
+    return HTTPException(status, {"type": kind, **told}, {"Retry-After": "1"} if status == 503 else None)
 
 
 async def answer(served: Served, call: Completions) -> AsyncIterator[str]:
     """All of an answer at once, or the events of a stream, of which an error is the last."""
     results: asyncio.Queue[Any] = asyncio.Queue()
-    running, stream, begun = dict[str, Any](), call.body.get("stream", False), False
+    running, begun = dict[str, Any](), False
     served.open.add(results)
     try:
         for choice in call.choices:
-            told = {"streaming": stream, "learn": call.body.get("store", False)}
+            told = {"streaming": call.stream, "learn": call.body.get("store", False)}
             served.manager.add_request(choice.prompt, choice.id, **told, **choice.settings)
             running[choice.id] = choice
             served.manager.register_result_handler(choice.id, results.put_nowait)
@@ -73,7 +72,7 @@ async def answer(served: Served, call: Completions) -> AsyncIterator[str]:
             choice = running.pop(result.request_id) if result.is_finished() else running[result.request_id]
             choice.take(result)
             for event in call.grown(choice):
-                if stream:
+                if call.stream:
                     begun = True
                     yield event
         for event in call.end():
@@ -112,21 +111,16 @@ def build(served: Served) -> FastAPI:
             raise Refused(field, f"{missing} is missing.") from missing
         except Exception as problem:  # whatever a tokenizer or a template says of it
             raise Refused(field, f"{type(problem).__name__}: {problem}") from problem
-        kind = "text/event-stream" if call.body.get("stream") else "application/json"
-        return Answer(answer(served, call), media_type=kind)
+        return Answer(answer(served, call), media_type="text/event-stream" if call.stream else "application/json")
 
     for path in CALLS:
         app.add_api_route(path, called, methods=["POST"], response_model=None)
 
-    @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model]}
-
-    @app.get("/v1/models/{name:path}")
-    def one_model(name: str) -> dict[str, Any]:
-        if name != served.name:
-            raise HTTPException(404, f"there is no model {name!r} here: {served.name!r} is served.")
-        return model
+    @app.get("/v1/models{name:path}")
+    def models(name: str) -> dict[str, Any]:
+        if name not in ("", "/", f"/{served.name}"):
+            raise HTTPException(404, f"there is no model {name[1:]!r} here: {served.name!r} is served.")
+        return {"object": "list", "data": [model]} if len(name) < 2 else model
 
     @app.get("/health")
     def health() -> Response:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.serving.running import needed, running_server
 
-MESSAGES = [{"role": "user", "content": "abc"}]
+MESSAGES = [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}]
 ANSWER = "defghijklmno"
 
 
@@ -18,6 +18,39 @@ def server(folder) -> Iterator[dict[str, Any]]:
     needed()
     with running_server(folder, folder.parent / "clients") as url:
         yield {"base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
+
+
+def test_openai(server, folder):
+    from openai import NotFoundError, OpenAI
+
+    client, about = OpenAI(**server), {"model": str(folder), "max_tokens": 12}
+    done = client.completions.create(prompt="abc", **about)
+    assert (done.choices[0].text, done.choices[0].finish_reason, done.usage.completion_tokens) == (ANSWER, "length", 12)
+    pieces = [*client.completions.create(prompt="abc", stream=True, **about)]
+    assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
+    assert client.chat.completions.create(messages=MESSAGES, **about).choices[0].message.content == ANSWER
+    pieces = [*client.chat.completions.create(messages=MESSAGES, stream=True, **about)]
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == ANSWER
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices[0].finish_reason] == ["length"]
+    assert [model.id for model in client.models.list()] == [client.models.retrieve(str(folder)).id] == [str(folder)]
+    for ask in (lambda: client.models.retrieve("none"), lambda: client.embeddings.create(input="x", model="x")):
+        with pytest.raises(NotFoundError) as refused:
+            ask()
+        assert refused.value.body["type"] == "invalid_request_error"
+
+
+def test_responses_of_openai(server, folder):
+    from openai import OpenAI
+
+    client, about = OpenAI(**server), {"model": str(folder), "input": "abc", "max_output_tokens": 12}
+    done = client.responses.create(**about, instructions="")
+    assert done.output_text == ANSWER and done.incomplete_details.reason == "max_output_tokens"
+    with client.responses.stream(**about) as stream:
+        events = [*stream]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:3] == ["created", "output_item.added", "content_part.added"] and "output_text.delta" in kinds
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert events[-1].response.output_text == events[-4].text == ANSWER
 
 
 def test_openai_at_once(server, folder):

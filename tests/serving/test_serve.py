@@ -1,9 +1,7 @@
-"""`hf-drafthead serve`: what it refuses before it starts, and what clients hear of it."""
+"""What `hf-drafthead serve` refuses before it starts, and which models it serves."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -13,48 +11,10 @@ from hf_drafthead.cli import main
 from tests.checkpoints import byte_tokenizer
 from tests.families import FAMILIES
 from tests.serving.conftest import post
-from tests.serving.running import in_process, needed, running_server
+from tests.serving.running import in_process
 
 SAID = {"prompt": "abc", "max_tokens": 12}
 ANSWER = "defghijklmno"
-ASKED = {"messages": [{"role": "user", "content": "ab"}, {"role": "user", "content": "c"}], "max_tokens": 12}
-
-
-@pytest.fixture(scope="module")
-def server(folder) -> Iterator[tuple[str, str]]:
-    """Address and model of a running `hf-drafthead serve`."""
-    needed()
-    with running_server(folder, folder.parent / "log") as url:
-        yield url, str(folder)
-
-
-@pytest.fixture(scope="module")
-def client(server) -> Any:
-    from openai import OpenAI
-
-    return OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
-
-
-def test_completions_and_chats_whole_and_as_a_stream(server, client):
-    done = client.completions.create(model=server[1], **SAID)
-    assert (done.choices[0].text, done.choices[0].finish_reason, done.usage.completion_tokens) == (ANSWER, "length", 12)
-    pieces = [*client.completions.create(model=server[1], stream=True, **SAID)]
-    assert "".join(piece.choices[0].text for piece in pieces) == ANSWER
-    assert client.chat.completions.create(model=server[1], **ASKED).choices[0].message.content == ANSWER
-    pieces = [*client.chat.completions.create(model=server[1], stream=True, **ASKED)]
-    assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == ANSWER
-    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices[0].finish_reason] == ["length"]
-    assert [model.id for model in client.models.list()] == [server[1]]
-
-
-def test_responses_whole_and_as_a_stream(server, client):
-    done = client.responses.create(model=server[1], input="abc", max_output_tokens=12, instructions="")
-    assert done.output_text == ANSWER and done.incomplete_details.reason == "max_output_tokens"
-    with client.responses.stream(model=server[1], input="abc", max_output_tokens=12) as stream:
-        events = [*stream]
-    kinds = [event.type for event in events]
-    assert kinds[0] == "response.created" and kinds[-1] == "response.incomplete" and len(set(kinds)) == 8
-    assert events[-1].response.output_text == ANSWER
 
 
 @pytest.mark.few(1)
