@@ -157,7 +157,7 @@ def test_clients_that_find_the_queue_full_are_told_at_once_and_others_are_answer
         with ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(answer, range(1, 9)))
         full = [got for status, got in answers if status == 503]
-        assert 2 <= len(answers) - len(full) < 8 and {status for status, _ in answers} == {200, 503}
+        assert 1 <= len(answers) - len(full) < 8 and {status for status, _ in answers} == {200, 503}
         assert all("max_queue_size is 1: ask again later." in got.json()["error"]["message"] for got in full)
         assert full[0].headers["Retry-After"] == "1"
 
