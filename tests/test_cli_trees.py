@@ -91,15 +91,12 @@ def test_a_line_names_the_copies_that_pay():
 def test_info_shows_what_was_calibrated(folder, run, command):
     run("--prompts", folder / "prompts.jsonl")
     out = command("info", folder / "medusa")[1]
-    nodes, copies = len(stored(folder)[0]["tree"]) + 1, stored(folder)[0]["lookup"]
-    counted = ("1 node" if nodes == 1 else f"{nodes} nodes") + (f", {copies} copied tokens" if copies else "")
-    assert f"calibrated     {counted}: device {cpu_name()}, threads " in out and "batch_size 1, execution eager" in out
-    assert "measured" not in out and "execution eager (this CPU)" in out
+    assert f"calibrated     {entry_in_words(stored(folder)[0])}" in out
     config = folder / "medusa" / "generation_config.json"
-    settings = json.loads(config.read_text().replace(cpu_name(), "another CPU"))
-    config.write_text(json.dumps({**settings, "draft_tree": "mc_sim_7b_63"}))
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps({**settings, "draft_tree": "mc_sim_7b_63", "calibration": [{"tree": []}, "no entry"]}))
     out = command("info", folder / "medusa")[1]
-    assert "execution eager (another CPU)" in out
+    assert "calibrated" not in out.replace("calibrated below", "")
     assert "on a CPU       8 nodes of it or none, as it pays there, unless it is calibrated below" in out
 
 

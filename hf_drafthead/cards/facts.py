@@ -147,10 +147,8 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
                 f"{name!r} holds no weights as safetensors: a pickle is never opened, for it can run code; ask its "
                 "author to save the heads as safetensors."
             ) from None
-        except HTTP_ERROR as error:
+        except (HTTP_ERROR, SafetensorsParsingError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): try again.") from error
-        except (SafetensorsParsingError, KeyError, TypeError, AttributeError, ValueError) as error:  # damaged
-            raise OSError(f"the weights of {name!r} cannot be read ({in_one_line(error)}): ask its author.") from error
         return {key: (tuple(info.shape), str(info.dtype)) for file in files for key, info in file.tensors.items()}
     headers: dict[str, tuple[tuple[int, ...], str]] = {}
     for file in checkpoint_files(name, {}):

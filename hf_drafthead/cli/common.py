@@ -116,15 +116,14 @@ class Loading:
         return self.checked()(name)
 
 
-def options_of_groups(function: Callable[..., None], without: str = "") -> Callable[..., None]:
-    """A command whose parameters of a dataclass, such as `loading: Loading`, typer sees as the options it holds, one
-    that the command does not have excepted."""
+def options_of_groups(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters of a dataclass, such as `loading: Loading`, typer sees as the options it holds."""
     groups: dict[str, tuple[Any, list[str]]] = {}
     plain, options = [], []
     for parameter in inspect.signature(function).parameters.values():
         if is_dataclass(parameter.annotation):
             group: Any = parameter.annotation
-            members = [member for member in inspect.signature(group).parameters.values() if member.name != without]
+            members = list(inspect.signature(group).parameters.values())
             groups[parameter.name] = group, [member.name for member in members]
             options += members
         else:

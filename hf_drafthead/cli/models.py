@@ -1,7 +1,7 @@
 """`hf-drafthead generate`, `chat`, `page` and `info`: one model, used and described."""
 
-import functools
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -11,8 +11,8 @@ from rich.text import Text
 
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import amount, count, flag, string
+from hf_drafthead.cli.trees import entry_in_words
 
-CALIBRATED_FOR = ("device", "threads", "dtype", "batch_size", "execution")
 APART = ("draft_tree", "calibration")  # settings that have lines of their own
 
 
@@ -159,7 +159,7 @@ def page(
 
 
 @common.app.command()
-@functools.partial(common.options_of_groups, without="chat_template")
+@common.options_of_groups
 def info(
     model: common.ModelName,
     loading: common.Loading,
@@ -234,21 +234,7 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
             rows.append(("on a CPU", few))
     elif chosen is not None:
         rows.append(("draft tree", str(chosen)))
-    rows += [("calibrated", line) for line in calibrated(settings.get("calibration"))]
+    for entry in settings.get("calibration") or []:
+        with suppress(AttributeError, LookupError, TypeError):  # of another version
+            rows.append(("calibrated", entry_in_words(entry)))
     return [(name, value) for name, value in rows if value]
-
-
-def calibrated(entries: Any) -> list[str]:
-    """A line for each entry of a calibration, as far as it can be read."""
-    from hf_drafthead.trees.entries import cpu_name
-
-    lines = []
-    for entry in entries if isinstance(entries, list) else []:
-        if isinstance(entry, dict) and isinstance(entry.get("tree"), list):
-            situation = ", ".join(f"{name} {entry[name]}" for name in CALIBRATED_FOR if entry.get(name) is not None)
-            if entry.get("threads") is not None or entry.get("device") == "cpu":
-                situation += " (this CPU)" if entry.get("device") == cpu_name() else " (another CPU)"
-            nodes = len(entry["tree"]) + 1
-            copies = f", {entry['lookup']} copied tokens" if entry.get("lookup") else ""
-            lines.append(f"{nodes} {'node' if nodes == 1 else 'nodes'}{copies}: {situation}")
-    return lines

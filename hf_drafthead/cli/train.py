@@ -44,6 +44,7 @@ def run_distill(
     The same command resumes an interrupted run.
     """
     from hf_drafthead.data import read_rows
+    from hf_drafthead.modeling.gguf_files import load_tokenizer
     from hf_drafthead.training import distill as room
     from hf_drafthead.training.endpoint import Server
 
@@ -75,7 +76,7 @@ def run_distill(
     else:
         values = loading.chat_template_kwargs
         answers = Server(endpoint, str(served_model), retries, common.template_values(values))
-        tokenizer = None if model is None else room.tokenizer_of(model)
+        tokenizer = None if model is None else load_tokenizer(model)
         if tokenizer is not None and values:
             tokenizer.chat_template = common.with_values(tokenizer.chat_template, values)
         options["batch_size"] = concurrency
@@ -106,7 +107,8 @@ def vocabulary(
     tokenizer = load_tokenizer(base)
     tokenizer.chat_template = common.read_template(chat_template) or tokenizer.chat_template
     rows, report = tokenize_rows(read_rows(data, split=split), tokenizer)
-    tokens, share = ranked_tokens(rows, size, len(tokenizer))
+    tokens, counts = ranked_tokens(rows, size, len(tokenizer))
+    tokens, share = tokens[counts[tokens] > 0], int(counts[tokens].sum()) / max(int(counts.sum()), 1)
     output_file.write_text(json.dumps(tokens.tolist()) + "\n", encoding="utf-8")
     common.say(str(report), f"{len(tokens):,} tokens are {share:.2%} of the text".replace("%", " %"))
 

@@ -17,8 +17,6 @@ import torch
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.data.chats import Refused
 from hf_drafthead.data.rows import data_hash, without_format
-from hf_drafthead.data.texts import one_line
-from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.answers import ONE_TEXT, Answerer, Sampling, Task, Writer, at_least_one
 from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, OutputFile, in_words
 from hf_drafthead.training.endpoint import Server, ServerWriter
@@ -224,14 +222,6 @@ def _answer_all(
         if most is not None and report.refused >= most and not report.written + report.found:
             why = "; ".join(report.refusals)
             raise ValueError(f"nothing can be asked: the first {most} rows were refused ({why}).")
-
-
-def tokenizer_of(name: str, gguf_file: str | None = None) -> Any:
-    try:
-        return load_tokenizer(name, gguf_file)
-    except (OSError, ValueError) as error:
-        why = one_line(error)
-        raise OSError(f"no tokenizer could be read at {name!r} ({why}): give the folder or id of the base.") from error
 
 
 def kind_of_text(tokenizer: Any) -> str:

@@ -89,16 +89,14 @@ def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, floa
 
     If fewer occur, the lowest other ids of the base's `vocabulary` too.
     """
-    counts = label_frequencies(rows, vocabulary)
-    chosen = counts.sort(descending=True, stable=True).indices[:size]
+    chosen, counts = ranked_tokens(rows, size, vocabulary)
     return chosen.sort().values, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
 
 
-def ranked_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, float]:
-    """As `frequent_tokens`, of those alone that occur, the most frequent first."""
+def ranked_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The tokens (size,) that are labels most often, the most frequent first, and how often each (vocabulary,) is."""
     counts = label_frequencies(rows, vocabulary)
-    chosen = counts.sort(descending=True, stable=True).indices[: min(size, int((counts > 0).sum()))]
-    return chosen, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
+    return counts.sort(descending=True, stable=True).indices[:size], counts
 
 
 def tokens_to_cover(rows: Any, vocabulary: int, share: float) -> int:

@@ -75,6 +75,10 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
     if every and share and times is not None:
         every = args.eval_steps = max(every, math.ceil(times.evaluation / (share * times.step)))
     evaluations = math.ceil(steps / (every or in_epoch)) if args.eval_strategy != "no" else 1
+    seconds = None
+    if times is not None:
+        training = min(steps * times.step, 3600 * hours_left(trainer) if args.hours else math.inf)
+        seconds = training + max(evaluations, 1) * times.evaluation + times.once
     return Forecast(
         parameters=sum(parameter.numel() for parameter in model.drafter.parameters()),
         trained=trained,
@@ -85,7 +89,7 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
         batch=batch * args.gradient_accumulation_steps * args.world_size,
         evaluations=evaluations,
         epoch=None if times is None else in_epoch * times.step,
-        seconds=None if times is None else _total(trainer, times, steps, evaluations),
+        seconds=seconds,
     )
 
 
@@ -106,13 +110,6 @@ class Times(NamedTuple):
     step: float
     evaluation: float
     once: float
-
-
-def _total(trainer: DraftHeadTrainer, times: Times, steps: int, evaluations: int) -> float:
-    training = steps * times.step
-    if trainer.args.hours:
-        training = min(training, 3600 * hours_left(trainer))
-    return training + max(evaluations, 1) * times.evaluation + times.once
 
 
 def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> tuple[Times, int | None]:

@@ -28,6 +28,7 @@ from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.families import find_family, fresh_heads
+from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training import distill, examples, record
 from hf_drafthead.training.arguments import JOINT, OBJECTIVE_WEIGHTS, QUICK_WIDTH, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress
@@ -196,7 +197,7 @@ class _Run:
         return Trained(self.model, summary, [*self.trainer.state.log_history])
 
     def _tokenizer(self) -> Any:
-        tokenizer = distill.tokenizer_of(self.base, self.load.get("gguf_file"))
+        tokenizer = load_tokenizer(self.base, self.load.get("gguf_file"))
         tokenizer.chat_template = self.settings.chat_template or tokenizer.chat_template
         return tokenizer
 

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
 from hf_drafthead.training import run
-from hf_drafthead.training.forecast import Times, _row_length, _total
+from hf_drafthead.training.forecast import Times, _row_length
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.training.test_run import written_place
@@ -68,17 +67,13 @@ def test_rows_that_were_not_counted_are_as_long_as_some_of_them():
     assert _row_length(rows[:3]) == 1
 
 
-def test_the_time_is_that_of_steps_evaluations_and_calibration():
-    trainer = types.SimpleNamespace(clock=None, args=types.SimpleNamespace(hours=None))
-    assert _total(trainer, Times(step=2.0, evaluation=30.0, once=7.0), 10, 4) == 20 + 4 * 30 + 7
-
-
 def test_evaluations_take_at_most_a_tenth_of_the_steps_unless_it_is_said_how_often(place, tmp_path, monkeypatch):
-    took = Times(step=1.0, evaluation=0.5, once=0.0)
+    took = Times(step=1.0, evaluation=0.5, once=7.0)
     monkeypatch.setattr("hf_drafthead.training.forecast._tried", lambda *given: (took, None))
     for given, evaluations in (({}, 3), ({"eval_steps": 2}, 6)):
         dry = train(place, tmp_path / "out", dry_run=True, **given)
         assert (dry.summary["forecast"]["steps"], dry.summary["forecast"]["evaluations"]) == (11, evaluations)
+        assert dry.summary["forecast"]["seconds"] == 11 * 1.0 + evaluations * 0.5 + 7.0
 
 
 def history(folder):

@@ -365,7 +365,7 @@ def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_pat
         distill(model, tokenizer, 24, file, **SETTINGS)
         return seconds[0]
 
-    def foretold(trainer, data):
+    def foretold(trainer, data, share):
         forecasts.append(hours_left(trainer))
         raise KeyboardInterrupt
 
