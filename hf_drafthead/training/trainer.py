@@ -26,7 +26,7 @@ from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArgu
 from hf_drafthead.training.callbacks import CheckGradients, Clock
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.heads_loss import RANKS, HeadsLoss
-from hf_drafthead.training.record import writing
+from hf_drafthead.training.record import refuse_weights_alone, writing
 
 logger = logging.get_logger(__name__)
 
@@ -106,6 +106,7 @@ class DraftHeadTrainer(Trainer):
                 self.state = state
                 self._load_from_checkpoint(str(checkpoint))
                 return
+            refuse_weights_alone(checkpoint)
         self.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
     def compute_loss(
