@@ -253,8 +253,10 @@ def test_images_are_read_as_the_base_does(seeing):
         Image.new("RGB", (20, 20), colour).save(file, "PNG")
         url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
         parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "hi w4 w5"}]
-        asked = ASKED | {"messages": [{"role": "user", "content": parts}], "max_tokens": 8}
-        return post(seeing, "chat/completions", **asked)["choices"][0]["message"]["content"]
+        asked = ASKED | {"messages": [{"role": "user", "content": parts}], "max_tokens": 8, "logprobs": True}
+        choice = post(seeing, "chat/completions", **asked)["choices"][0]
+        assert len(choice["logprobs"]["content"]) == len(choice["message"]["content"].split())
+        return choice["message"]["content"]
 
     served, colours = seeing.served, ["red", "blue", "green", "red"]
     with ThreadPoolExecutor(4) as pool:
