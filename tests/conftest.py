@@ -100,7 +100,7 @@ def steps_that_cost_nothing(monkeypatch, tmp_path_factory):
     monkeypatch.setattr(cost_file, "FILE", tmp_path_factory.getbasetemp() / "costs.json")
     monkeypatch.setattr(choice, "_TOLD", set())
     monkeypatch.setattr(costs.StepCosts, "situation", "of a test")
-    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees, doubted=False: [1.0] * len(trees))
+    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees: [1.0] * len(trees))
 
 
 class DeprecationNotices(logging.Handler):

@@ -1,5 +1,6 @@
 """EAGLE-2's tree, one node at a time: what drafting is compared with."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -37,7 +38,12 @@ def dynamic_tree(drafter, state, root: int, depth: int, top_k: int, total_token:
         for place, node in enumerate(beam):
             above = 0.0 if node is None else made[node][3]
             slot = place if best.shape[1] > 1 else 0
-            for chance, token in zip(likely[0, slot].tolist(), best[0, slot].tolist(), strict=True):
+            chances = likely[0, slot].tolist()
+            if guesses.sure is not None:  # the best guess is as likely as heads foretell, others have their share
+                first, sure = math.exp(chances[0]), guesses.sure[0, slot, 0].sigmoid().item()
+                shares = [math.exp(chance) * min(sure / first, (1 - sure) / (1 - first)) for chance in chances[1:]]
+                chances = [math.log(chance) for chance in (sure, *shares)]
+            for chance, token in zip(chances, best[0, slot].tolist(), strict=True):
                 children.append(len(made))
                 made.append((token, node, level + 1, above + chance))
         hangs = {node: place for place, node in enumerate(beam)}

@@ -53,8 +53,7 @@ def test_trees_are_printed_and_stored_for_each_batch_size(run, folder, tmp_path)
     tree, copies = (found[0][name] for name in ("tree", "lookup"))
     # what paid is the clock's to say; where it is copies alone, a step without a match has the root alone
     assert nodes == {len(tree) + 1} if tree else nodes <= {1, copies + 1}
-    # what is there is kept, what is missing is measured
-    code, out, _ = run(*prompts, "--batch-size", "1,3", "--resume")
+    code, out, _ = run(*prompts, "--batch-size", "3")
     assert code == 0 and stored(folder)[:2] == found and stored(folder)[2]["batch_size"] == 3
 
 
@@ -97,27 +96,13 @@ def test_info_shows_what_was_calibrated(folder, run, command):
     config.write_text(json.dumps({**settings, "draft_tree": "mc_sim_7b_63", "calibration": [{"tree": []}, "no entry"]}))
     out = command("info", folder / "medusa")[1]
     assert "calibrated" not in out.replace("calibrated below", "")
-    assert "on a CPU       8 nodes of it or none, as it pays there, unless it is calibrated below" in out
+    assert "on a CPU       at most 12 nodes of it, as many as pay there, unless it is calibrated below" in out
 
 
-def test_progress_is_a_line_per_tenth_and_an_interrupted_calibration_is_stored(run, folder, monkeypatch):
+def test_progress_is_a_line_per_tenth(run, folder, monkeypatch):
     monkeypatch.setattr(common, "LOG_SECONDS", 0.0)
-    prompts = ("--prompts", folder / "prompts.jsonl")
-    code, _, err = run(*prompts)
-    lines = [line for line in err.splitlines() if line.startswith("batch size 1: ")]
-    assert code == 0 and len(lines) >= 9 and "batch size 1: at most " in err
-    made, timed = [], calibrate.Comparison._timed
-
-    def interrupted(self, *given):
-        made.append(given)
-        if len(made) == 12:
-            raise KeyboardInterrupt
-        return timed(self, *given)
-
-    monkeypatch.setattr(calibrate.Comparison, "_timed", interrupted)
-    code, _, err = run(*prompts, "--batch-size", 2)
-    assert code == 130 and "interrupted, so this is the fastest so far: " in err
-    assert [entry["batch_size"] for entry in stored(folder)] == [1, 2] and stored(folder)[1]["measured"]["stopped"]
+    code, _, err = run("--prompts", folder / "prompts.jsonl")
+    assert code == 0 and len([line for line in err.splitlines() if line.startswith("batch size 1: ")]) >= 9
 
 
 @pytest.mark.parametrize(
@@ -149,7 +134,7 @@ def test_the_published_trees_are_listed_and_drawn(command):
 
 def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, command):
     monkeypatch.setattr(cost_file, "FILE", tmp_path / "costs.json")
-    cost_file.keep("a CPU", {"8 nodes in 3 levels": [1.5, 1.2], "9 nodes": []}, since=1.0)
+    cost_file.keep("a CPU", {"8 nodes in 3 levels": [1.5, 1.2], "9 nodes": []})
 
     def shown(*options):
         code, out, _ = command("costs", *options)

@@ -60,8 +60,8 @@ class Topology(NamedTuple):
         value: torch.Tensor,
         nodes: int,
         deepest: int,
-    ) -> tuple[torch.Tensor, Topology]:
-        """The N most valuable of (B, M) nodes, of equal ones the first: tokens (B, N), and how they hang together.
+    ) -> tuple[torch.Tensor, Topology, torch.Tensor]:
+        """The N most valuable of (B, M) nodes, of equal ones the first: tokens (B, N), how they hang together, values.
 
         No node is worth more than its parent, which comes before it.
         """
@@ -69,4 +69,4 @@ class Topology(NamedTuple):
         numbers = torch.arange(nodes, device=best.device).expand_as(best)
         place = torch.zeros_like(tokens).scatter(1, best, numbers)  # (B, M)
         topology = cls.of(place.gather(1, parents.gather(1, best)), depths.gather(1, best), deepest)
-        return tokens.gather(1, best), topology
+        return tokens.gather(1, best), topology, value.gather(1, best)

@@ -32,7 +32,6 @@ def demo(
     from hf_drafthead.evaluation.bench import bench
     from hf_drafthead.evaluation.loading import load
     from hf_drafthead.evaluation.questions import read_questions
-    from hf_drafthead.trees.timing import dtype_advice
     from hf_drafthead.zoo import chat
 
     dtype, chats = torch.float32, not tiny and chat.is_installed()
@@ -71,7 +70,7 @@ def demo(
             how: dict[str, Any] = {"tree": trees[name], "repeats": 1, "progress": begin(name)}
             measurements += bench(model, tokenizer, questions, settings, **how)
     console.print(report.table(measurements))
-    common.say(*gains(measurements, where, dtype_advice(base)))
+    common.say(*gains(measurements, where))
     common.write_json(json_path, {"rows": [row.to_json() for row in measurements]})
     if different := sorted({row.family for row in measurements if row.differences["faults"]}):
         common.complain(
@@ -101,7 +100,7 @@ def write(model: Any, tokenizer: Any, question: Any, tree: Any, settings: dict[s
     return sample(model, tokenizer, question.text, tree=tree, **settings)
 
 
-def gains(measurements: list[Any], where: str, advice: Any) -> list[str]:
+def gains(measurements: list[Any], where: str) -> list[str]:
     """What the fastest heads gain on this machine, and why."""
     row = max(measurements, key=lambda row: row.speedup)
     if row.tokens_per_step is None:
@@ -112,8 +111,8 @@ def gains(measurements: list[Any], where: str, advice: Any) -> list[str]:
     )
     line += f"{cost:.2f} of the base's ({where}): {row.speedup:.2f} times as fast here."
     if row.speedup < 1.05:
-        line += " Without a tree of your own `generate` drafts only as long as that pays."
-    return [line, *([advice] if advice else [])]
+        line += " Without a tree of your own `generate` drafts as many nodes as pay."
+    return [line]
 
 
 @common.app.command("zoo")

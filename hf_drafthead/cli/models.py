@@ -230,7 +230,7 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
         depth = max(map(len, summary["tree"]), default=0)
         rows.append(("draft tree", f"{name}{summary['tree_nodes']} nodes, {depth} guesses deep (--draw draws it)"))
         if name and summary["tree_nodes"] > len(SMALL_TREE) + 1:
-            few = f"{len(SMALL_TREE) + 1} nodes of it or none, as it pays there, unless it is calibrated below"
+            few = f"at most {len(SMALL_TREE) + 1} nodes of it, as many as pay there, unless it is calibrated below"
             rows.append(("on a CPU", few))
     elif chosen is not None:
         rows.append(("draft tree", str(chosen)))

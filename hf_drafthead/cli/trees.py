@@ -23,18 +23,13 @@ def run_calibrate(
     max_new_tokens: Annotated[int, count("Tokens per answer, at most.", 2)] = 128,
     limit: Annotated[int, count("Only so many prompts, of all categories.")] = 48,
     captured: Annotated[bool, typer.Option("--captured/--eager", help="Compiled steps, as of static caches.")] = False,
-    resume: Annotated[bool, flag("--resume", "Measure only batch sizes that have no entry yet.")] = False,
     dry_run: Annotated[bool, flag("--dry-run", "Show the trees, and store nothing.")] = False,
-    minutes: Annotated[
-        float | None, amount("Of timing, for all batch sizes; then the fastest so far is stored.")
-    ] = None,
     json_path: common.Json = None,
 ) -> None:
     """Find the draft tree that is fastest on this machine, and store it in MODEL's generation config."""
     from hf_drafthead.evaluation.calls import batched, encode_all
     from hf_drafthead.evaluation.questions import read_questions
     from hf_drafthead.trees.calibrate import calibrate as measure
-    from hf_drafthead.trees.timing import SLOW, dtype_advice
 
     if not dry_run and not Path(model).is_dir():
         raise OSError(f"{model!r} is no folder where trees can be stored: save the heads first, or add --dry-run.")
@@ -49,16 +44,11 @@ def run_calibrate(
     def keep(entry: dict[str, Any]) -> None:
         if not dry_run:
             loaded.generation_config.save_pretrained(model)
-        if "stopped" in entry["measured"]:
-            common.complain(f"{entry['measured']['stopped']}, so this is the fastest so far: {entry_in_words(entry)}")
 
     how: dict[str, Any] = {"max_nodes": max_nodes, "new_tokens": max_new_tokens, "temperature": temperature}
-    how |= {"batch_sizes": sizes, "captured": captured, "resume": resume}
-    how |= {"minutes": minutes, "notify": common.complain}
+    how |= {"batch_sizes": sizes, "captured": captured}
     entries = measure(loaded, texts, bar=common.bar, keep=keep, **how)
     common.say(*map(entry_in_words, entries))
-    if any(entry["measured"]["speedup"] < SLOW for entry in entries) and (advice := dtype_advice(loaded.base)):
-        common.complain(advice)
     common.write_json(json_path, {"entries": entries})
     if not all(entry["measured"]["identical"] for entry in entries):
         counts = f"`hf-drafthead verify {model}` counts near ties and faults"

@@ -23,7 +23,7 @@ from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.entries import is_calibrated
-from hf_drafthead.trees.timing import SLOW, dtype_advice, time_interleaved
+from hf_drafthead.trees.timing import time_interleaved
 
 INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"
 
@@ -292,6 +292,4 @@ class BenchPlan:
                     )
                 if new[-1].stopped is not None:
                     return measurements
-            if new[-1].speedup < SLOW and (advice := dtype_advice(model.base)):
-                notify(advice)
         return measurements

@@ -62,29 +62,22 @@ def with_room(function: Callable[P, T]) -> Callable[P, T]:
     return roomy
 
 
-def chooser(plan: DraftPlan, on_cpu: bool) -> Callable[[DecodingState], Tree] | None:
-    """What says which tree the next step takes, the plan's or the root alone; None where that is always the plan's.
+def chooser(plan: DraftPlan, on_cpu: bool, sizes: Any) -> Callable[[DecodingState], Tree] | None:
+    """What says which tree the next step takes; None where that is always the plan's.
 
-    The root alone is taken while a switch pauses, and on a CPU, where each node costs, where copies from the text are
-    all that is guessed and no row has a match. Only tokens decide.
+    As many nodes as pay (`sizes`, see `trees.sizes.Sizes`). On a CPU, where each node costs, the root alone where
+    copies from the text are all that is guessed and no row has a match. Only tokens and scores decide.
     """
-    tree, alone, drafts = plan.tree, ROOT_ALONE, False
-    switch = None if plan.switch is None else plan.switch.begin()
+    tree = plan.tree
     lookup = tree if isinstance(tree, LookupTree) and copies_alone(tree) and on_cpu else None
-    if switch is None and lookup is None:
+    if plan.sizes is None and lookup is None:
         return None
     texts = None if lookup is None else plan.texts_on(torch.device("cpu"))
 
     def choose(state: DecodingState) -> Tree:
-        nonlocal drafts
-        counts = state.counted if drafts else []
-        moved = [row for row, count in enumerate(counts) if count]  # 0 in those that had ended
-        if moved and switch is not None:  # the call ends with the row that is the furthest behind
-            switch.note(counts[min(moved, key=lambda row: state.lengths[row] - counts[row])])
         drafts = lookup is None or matches(lookup, state.rows.sequences, state.rows.lengths, texts)
-        if switch is not None:
-            drafts = switch.drafts() and drafts
-        return tree if drafts else alone
+        plain = tree if drafts else ROOT_ALONE
+        return plain if plan.sizes is None else sizes.tree(plan.sizes, state, drafts)  # type: ignore[no-any-return]
 
     return choose
 
@@ -124,6 +117,7 @@ class Batch:
         self.state: DecodingState | None = None
         self.runner: Runner | None = None
         self.choosers: dict[int, Callable[[DecodingState], Tree] | None] = {}
+        self.sizes: Any = None  # what the last steps say of how many nodes pay
         self.launched: deque[Outcome] = deque()
 
     @classmethod
@@ -135,9 +129,7 @@ class Batch:
         assert state is not None
         batch = cls(model, member.reader, lambda rows: plan, plan, execution, count, shared=False, timed=timed)
         batch.members += [member] * count
-        always = plan.switch is None and not isinstance(plan.tree, LookupTree)
-        choose = None if always else chooser(plan, state.rows.lengths.device.type == "cpu")
-        batch.state, batch.runner = state, Runner(batch, state, choose)
+        batch.state, batch.runner = state, Runner(batch, state, batch._chooser(plan, state))
         return batch
 
     @property
@@ -194,9 +186,14 @@ class Batch:
         count = len(self.running)
         plan = self.plan_of(count)
         if count not in self.choosers:
-            self.choosers[count] = chooser(plan, state.rows.lengths.device.type == "cpu")
+            self.choosers[count] = self._chooser(plan, state)
         choose = self.choosers[count]
         return plan.tree if choose is None else choose(state)
+
+    def _chooser(self, plan: DraftPlan, state: DecodingState) -> Callable[[DecodingState], Tree] | None:
+        if self.sizes is None and plan.sizes is not None:
+            self.sizes = plan.sizes.begin(self.shared)
+        return chooser(plan, state.rows.lengths.device.type == "cpu", self.sizes)
 
     def check_base(self) -> None:
         """RuntimeError where the base was moved, or cast, since those that run began, or is trained."""
@@ -311,7 +308,7 @@ class Batch:
         for arena in () if self.runner is None else self.runner.held:
             arena.free = True  # for other calls; a traceback may hold this state for long
         self.members.clear()
-        self.state = self.runner = None
+        self.state = self.runner = self.sizes = None
         self.choosers.clear()
 
 

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.tree import LookupTree
 
 SCANNED = 3  # last tokens that every place of a row is compared with; with more only those that are taken
@@ -198,16 +197,15 @@ def with_copies(
     depths: torch.Tensor,
     value: torch.Tensor,
     copied: Copies,
-    nodes: int,
     deepest: int,
-) -> tuple[torch.Tensor, Topology]:
-    """The likeliest of the guessed nodes and the copies in one tree, row by row.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The guessed nodes and the copies together, row by row.
 
     Copied tokens that were guessed at the same place are not added again: what follows them hangs below the guesses.
 
     Of tokens, parents, depths and log-probabilities (B, M) of the guessed nodes, `deepest` levels below the root, which
-    is node 0: tokens (B, N) and how they hang together; where nodes are fewer than N, others that carry any token.
-    Parents come before their children, and no node is worth more than its parent; of equal ones the first is kept.
+    is node 0: the same of all (B, M + L), -inf of those that are no nodes of their own. Parents come before their
+    children, and no node is worth more than its parent.
     """
     made, count = tokens.shape[1], copied.tokens.shape[1] - 1
     same = (copied.tokens[:, :, None] == tokens[:, None]) & (copied.depths[:, :, None] == depths[:, None])
@@ -226,8 +224,7 @@ def with_copies(
         for guessed, copies in ((tokens, copied.tokens), (depths, copied.depths))
     )
     parents = torch.cat([parents, number.gather(1, copied.parents)[:, 1:]], dim=1)
-    value = torch.cat([value, added_value], dim=1)
-    return Topology.of_best(tokens, parents, depths, value, nodes, max(deepest, count))
+    return tokens, parents, depths, torch.cat([value, added_value], dim=1)
 
 
 class HeldTexts(NamedTuple):

@@ -115,6 +115,7 @@ class Runner:
 
     def step(self, state: DecodingState) -> Outcome:
         """Take one step; RuntimeError or MemoryError where not even the root alone fits into memory."""
+        state.pays = None
         tree = self._alone(state) if state.stuck else self.tree if self.choose is None else self.choose(state)
         if not state.stuck and any(member is not None and member.rules.grammar for member in self.members):
             tree = self._with_certain(tree, state)
@@ -132,7 +133,7 @@ class Runner:
                     self.compiled_in = 0.0
                 return outcome
             except DoesNotFit as short:
-                tree = self._smaller(tree, short)
+                tree, state.pays = self._smaller(tree, short), None
 
     def _alone(self, state: DecodingState) -> Tree:
         """The root alone, of a step that nothing of the nodes before it is left for."""

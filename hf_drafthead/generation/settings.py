@@ -23,8 +23,8 @@ class DraftPlan:
     """How one call drafts and accepts, once everything about the call is known, and why.
 
     tree: that its steps fill; acceptance, posterior_threshold, posterior_alpha: see `DraftSettings`; texts: others to
-    copy from; switch: its `begin` makes what says before each step whether it drafts, see `trees.choice.SwitchRule`;
-    why: where the tree comes from, and what was measured, in sentences; base_decodes: by itself, for nothing pays.
+    copy from; sizes: its `begin` makes what says how many nodes each step takes, see `trees.sizes.SizeRule`; why: where
+    the tree comes from, and what was measured, in sentences; base_decodes: by itself, for nothing pays.
     """
 
     tree: Tree
@@ -32,14 +32,14 @@ class DraftPlan:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     texts: TextIndex | None = None
-    switch: Any = field(default=None, compare=False)
+    sizes: Any = field(default=None, compare=False)
     why: str = field(default="the call names its tree", compare=False)
     base_decodes: bool = False
 
     def __str__(self) -> str:
         nodes = f"{self.tree.num_nodes} {'node' if self.tree.num_nodes == 1 else 'nodes'}"
         copies = f" with {self.tree.copies} copied tokens" if isinstance(self.tree, LookupTree) else ""
-        return f"{nodes}{copies}{', while drafting pays on the text' if self.switch else ''}: {self.why}"
+        return f"{nodes}{copies}{', as many as pay on the text' if self.sizes else ''}: {self.why}"
 
     def with_lookup(
         self, copies: int, longest_match: int | None, vocabulary: int, texts: TextIndex | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_drafthead.bases.releases import BaseStreamer, GenerateDecoderOnlyOutput
@@ -38,12 +39,14 @@ class Guesses(NamedTuple):
 
     logits: (B, n, V') scores over the draft vocabulary, or (B, 1, V') if they are the same for all nodes; to_base:
     (V',) the base's token id of each draft token, or None where both vocabularies are one; inside: (B, n or 1, 1) the
-    log-probability that the token is one of those with a score, None for certain.
+    log-probability that the token is one of those with a score, None for certain; sure: (B, n or 1, 1) how likely each
+    node's best guess is accepted, as logits, where heads foretell it.
     """
 
     logits: torch.Tensor
     to_base: torch.Tensor | None = None
     inside: torch.Tensor | None = None
+    sure: torch.Tensor | None = None
 
     def top(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The k best guesses of every node: base token ids and the drafter's scores, (B, n or 1, k) each, best first.
@@ -64,6 +67,11 @@ class Guesses(NamedTuple):
         exact = torch.promote_types(scores.dtype, torch.float32)
         chances = scores.to(exact) - guesses.logits.to(exact).logsumexp(-1, keepdim=True)
         chances = chances if self.inside is None else chances + self.inside
+        if guesses.sure is not None:  # of the best one; others keep their share of it, or of the rest, if that is less
+            sure, best = guesses.sure.to(exact), chances[..., :1]
+            rest = chances - (-best.exp()).log1p() + nn.functional.logsigmoid(-sure)
+            chances = chances - best + nn.functional.logsigmoid(sure)
+            chances = torch.cat([chances[..., :1], torch.minimum(chances, rest)[..., 1:]], dim=-1)
         return tokens, chances.where(~chances.isnan(), -torch.inf)
 
     def _tilt(self, tilt: torch.Tensor) -> torch.Tensor:
@@ -242,7 +250,8 @@ class DecodingState:
     how many of them it ended, or None; counted: tokens of the last step, row by row, up to the row's own end; pending:
     what the drafter has not observed yet; stuck: whether a row emitted nothing in the last step, since the base's
     logits were no numbers; lost: rows of the last step in which the base was to sample from what is no distribution;
-    certain: (B, C) what comes for certain in a step whose tree has room for that, -1 behind it.
+    certain: (B, C) what comes for certain in a step whose tree has room for that, -1 behind it; pays: what chooses
+    among the nodes of a step while they are drafted, if anything does.
     """
 
     rows: Rows
@@ -252,10 +261,12 @@ class DecodingState:
     lengths: list[int]
     ends: list[int | None]
     counted: list[int] = field(default_factory=list)
+    walked: list[list[int]] = field(default_factory=list)
     pending: Pending = field(default_factory=list)
     stuck: bool = False
     lost: list[int] = field(default_factory=list)
     certain: torch.Tensor | None = None
+    pays: Any = None
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -274,7 +285,7 @@ class DecodingState:
 
     def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits."""
-        self.counted, self.lost, tokens, nodes = [], [], [], []
+        self.counted, self.walked, self.lost, tokens = [], [], [], []
         packed = outcome.packed if outcome.ready is None else outcome.on_host()
         for row, (count, _, end, valid, *walk) in enumerate(packed.tolist()):
             if not valid:
@@ -283,10 +294,10 @@ class DecodingState:
             self.lengths[row], self.ends[row] = before + count, end or None
             self.counted.append(0 if had_ended else (end or before + count) - before)
             tokens.append(walk[:count])
-            nodes.append(walk[len(walk) // 2 :][:count])
+            self.walked.append(walk[len(walk) // 2 :][:count])
         self.steps += 1
         self.stuck = any(not walked and end is None for walked, end in zip(tokens, self.ends))
-        return StepRecord(self.steps, tokens, nodes, self.counted, outcome.drafted, outcome.seconds)
+        return StepRecord(self.steps, tokens, self.walked, self.counted, outcome.drafted, outcome.seconds)
 
     def view(self, rows: range) -> DecodingState:
         """Some rows as the rules of their own call see them: tokens and lengths, and no cache of their own."""

@@ -45,7 +45,7 @@ from hf_drafthead.generation.state import (
 from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
 MOST_STAGES = 64  # that are kept of one base
-MOST_PENDING = 128  # positions that wait for the drafter: as many as the longest pause of "auto"
+MOST_PENDING = 128  # positions that wait for the drafter while nothing is drafted
 
 
 @dataclass(frozen=True)
@@ -81,19 +81,21 @@ class Stages:
         return cls(reader, drafter, tree, heads, *static, observer)
 
     def draft(
-        self, rows: Rows, limits: Limits, tilt: torch.Tensor | None, texts: Any = None, certain: Any = None
+        self, rows: Rows, limits: Limits, tilt: Any, texts: Any = None, certain: Any = None, pays: Any = None
     ) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `fill_static`; also returns its state.
 
-        Below a row that has ended there is padding alone. `texts`: others to copy; `certain`: (B, C), -1 behind an end.
+        Below a row that has ended there is padding alone. `texts`: others to copy; `certain`: (B, C), -1 behind an end;
+        `pays`: chooses among the nodes of a static tree, see `trees.sizes.Weighed`.
         """
         tree, root = self.tree, rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
         copied = copies_below(certain, tree, rows, texts) if isinstance(tree, LookupTree) else None
         if isinstance(self.heads, DynamicTree):
             draft_state, candidates = self.fill_dynamic(rows.draft_state, root, tilt, copied)
         else:
-            draft_state, candidates = self.fill_static(rows.draft_state, root, tilt)
-            candidates = candidates if copied is None else self._with_copies(candidates, copied)
+            draft_state, candidates = self.fill_static(rows.draft_state, root, tilt, pays)
+            if copied is not None or pays is not None:
+                candidates = self._best(candidates, copied, pays)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
@@ -101,19 +103,22 @@ class Stages:
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology)
 
     def fill_static(
-        self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None
+        self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, pays: Any = None
     ) -> tuple[Any, Candidates]:
-        """Fill a static tree below the root (B, 1), level by level; also returns the drafter's state.
+        """Fill a static tree below the root (B, 1) by level, as far as that pays; also returns the drafter's state.
 
         The tilt (B, D, V) is that of `Guesses.top` at every depth; None for the drafter's best guesses.
         """
         tokens = root
-        for depth, level in enumerate(self.levels):
+        for depth, (level, below) in enumerate(zip(self.levels, (*self.levels[1:], None))):
             expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
             draft_state, guesses = self.drafter.expand(draft_state, expanded, hang_on)
-            guessed, _ = guesses.top(level.width, None if tilt is None else tilt[:, depth])
+            best = guesses.top if pays is None else guesses.likeliest
+            guessed, scores = best(level.width, None if tilt is None else tilt[:, depth])
             slots = level.slots if guessed.shape[1] > 1 else 0
             tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
+            if pays is not None and not pays.goes_on(level, scores, below):
+                break
         return draft_state, Candidates(tokens, self.topology)
 
     def fill_dynamic(
@@ -144,20 +149,22 @@ class Stages:
                 expanded, hang_on = first + best, best // tree.width
         depths = torch.cat([torch.full((rows, size), depth, device=device) for depth, size in enumerate(sizes)], dim=1)
         nodes = (tokens, parents, depths, likely)
-        best_nodes = (
-            Topology.of_best(*nodes, tree.nodes, tree.depth)
-            if copied is None
-            else with_copies(*nodes, copied, self.tree.num_nodes, tree.depth)
-        )
-        return draft_state, Candidates(*best_nodes)
+        nodes = nodes if copied is None else with_copies(*nodes, copied, tree.depth)
+        return draft_state, Candidates(*Topology.of_best(*nodes, self.tree.num_nodes, self.tree.max_depth)[:2])
 
-    def _with_copies(self, candidates: Candidates, copied: Copies) -> Candidates:
-        """A static tree in which what the text itself suggests takes the place of the least likely nodes."""
+    def _best(self, candidates: Candidates, copied: Copies | None, pays: Any) -> Candidates:
+        """Of a static tree and what the text itself suggests the nodes that pay, or the likeliest."""
         tokens, topology = candidates
-        of_tree = (topology.parents, topology.depths, self.values)
-        parents, depths, values = (part.expand_as(tokens) for part in of_tree)
-        deepest = self.heads.max_depth
-        return Candidates(*with_copies(tokens, parents, depths, values, copied, self.tree.num_nodes, deepest))
+        values = self.values if pays is None or pays.value is None else pays.value
+        of_tree = (topology.parents, topology.depths, values)
+        parents, depths, values = (part[:, : tokens.shape[1]].expand_as(tokens) for part in of_tree)
+        nodes = (tokens, parents, depths, values)
+        nodes = nodes if copied is None else with_copies(*nodes, copied, self.heads.max_depth)
+        size = self.tree.num_nodes if pays is None else pays.size(nodes[-1], self.tree.num_nodes)
+        tokens, topology, values = Topology.of_best(*nodes, size, self.tree.max_depth)
+        if pays is not None:
+            pays.keep(topology.parents, values)
+        return Candidates(tokens, topology)
 
     def verify(self, rows: Rows, limits: Limits, candidates: Candidates) -> Verified:
         """One forward of the base over all nodes.
@@ -248,14 +255,14 @@ class Step:
         stages, rows, limits = stages or self.timed or self.stages, state.rows, state.limits
         tilt = self.tilts(state) if self.samples else None
         with shortage_undone(state.caches):
-            draft_state, candidates = stages.draft(rows, limits, tilt, self.texts, state.certain)
+            draft_state, candidates = stages.draft(rows, limits, tilt, self.texts, state.certain, state.pays)
             verified = stages.verify(rows, limits, candidates)
         walk = self.walk(state, candidates, verified, stages)
         later = [(verified.features, walk.tokens, walk.observed)] if self.defers else []
         state.keep(stages.commit(rows, draft_state, verified.features, walk, not later), state.pending + later)
         packed, seconds, self.seconds = walk.packed, self.seconds, {}
         ready = torch.cuda.current_stream(packed.device).record_event() if packed.is_cuda else None
-        return Outcome(packed, seconds, self.num_nodes, ready)
+        return Outcome(packed, seconds, candidates.tokens.shape[1], ready)
 
     def _timed(self, name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
         """A stage whose seconds are noted, for which the host waits before and after it."""

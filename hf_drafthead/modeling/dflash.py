@@ -288,7 +288,9 @@ class DFlashDrafter(Drafter):
         if config.confidence_threshold is not None:  # of no number no guess is taken
             sure = slot[..., -1:].sigmoid() >= config.confidence_threshold
             scores = scores.masked_fill(~sure, -torch.inf)
-        return DFlashState(state.cache, hidden, logits, memory, level + 1), Guesses(scores, self.draft_tokens)
+        foretold = None if self.confidence is None else slot[..., -1:]
+        guesses = Guesses(scores, self.draft_tokens, sure=foretold)
+        return DFlashState(state.cache, hidden, logits, memory, level + 1), guesses
 
     def _slots(self, cache: SlotCache, roots: Tensor) -> Tensor:
         """States (B, K, H) of the slots that are read, of blocks behind a context."""

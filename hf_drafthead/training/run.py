@@ -37,7 +37,6 @@ from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
 from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora, naming_a_quantized_base
 from hf_drafthead.trees.calibrate import calibrate
-from hf_drafthead.trees.timing import training_advice
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -46,7 +45,6 @@ logger = logging.get_logger(__name__)
 
 FORETOLD_PROMPTS = 32
 EVALUATIONS = 0.1  # of the time, at most, unless it is said how often to evaluate
-CALIBRATION = 0.1  # of the hours, at most, that trees are timed after the training
 LORA_RANK = DraftHeadTrainingArguments.lora_rank
 FEW_STEPS = 100  # in which heads learn little
 # In the quick recipe: of the labels, what the tokens cover among which heads choose; and how many these are.
@@ -302,8 +300,7 @@ class _Run:
         """What the training will take, told with remarks on it."""
         chosen = {"eval_strategy", "eval_steps", "load_best_model_at_end"} & set(self.arguments)
         expected = forecast(self.trainer, self.data, None if chosen else EVALUATIONS)
-        advice = training_advice(self.model.base)
-        for line in (str(expected), *remarks(expected, self.settings), *([advice] if advice else [])):
+        for line in (str(expected), *remarks(expected, self.settings)):
             self.say(line)
         return expected
 
@@ -356,12 +353,11 @@ class _Run:
             return
         saved = f"the heads are saved in {output}"
         self.say(f"{saved}; now trees are timed, and the fastest is stored with them (Ctrl-C ends that)")
-        minutes = 60 * CALIBRATION * settings.hours if settings.hours else None
         how: dict[str, Any] = {"new_tokens": settings.answer_tokens, "temperature": settings.answer_temperature}
         try:
-            calibrate(model, self._prompts(), minutes=minutes, bar=self.bar, notify=self.say, **how)
+            calibrate(model, self._prompts(), bar=self.bar, **how)
         except KeyboardInterrupt:
-            logger.warning("the calibration was interrupted: the fastest tree so far is saved with the heads, if any.")
+            logger.warning("the calibration was interrupted: no tree is stored with the heads.")
         except (ValueError, Unsupported) as reason:
             logger.warning(f"no tree was calibrated: {reason}")
         else:

@@ -9,7 +9,6 @@ decided by this file and by the tokens, never by the clock: in half precision an
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,14 +24,12 @@ logger = logging.get_logger(__name__)
 FILE = Path(HF_HOME) / "hf_drafthead" / "costs.json"
 MOST_SITUATIONS = 1000  # in the file; the oldest are dropped
 LOCK_SECONDS = 5.0  # that another process is waited for, which writes the file
-_UNWRITTEN: dict[str, dict[str, list[float]]] = {}  # what the file could not take, for the rest of this process
-_read: tuple[Any, dict[str, dict[str, list[float]]]] = (
-    None,
-    {},
-)  # the state of the file when it was read, and its contents
+Costs = dict[str, dict[str, list[float]]]
+_UNWRITTEN: Costs = {}  # what the file could not take, for the rest of this process
+_read: tuple[Any, Costs] = (None, {})  # the state of the file when it was read, and its contents
 
 
-def stored() -> dict[str, dict[str, list[float]]]:
+def stored() -> Costs:
     """What the file holds; nothing where there is none, or a damaged one, with a notice."""
     global _read
     try:
@@ -58,32 +55,21 @@ def of_situation(situation: str) -> dict[str, list[float]]:
     return {**_UNWRITTEN.get(situation, {}), **stored().get(situation, {})}
 
 
-def keep(situation: str, measured: Mapping[str, Sequence[float]], since: float) -> None:
-    """Write costs in the place of older ones.
-
-    Args:
-        measured: cost and spread by what a step does; nothing where they cannot be measured.
-        since: the time when measuring began; what another process has written later is what counts.
-    """
-    known = dict(_UNWRITTEN.get(situation, {}))
-
-    def take_in() -> None:
-        for name, values in measured.items():
-            if known.get(name, [-math.inf])[-1] < since:
-                known[name] = [*values, time.time()]
-
+def keep(situation: str, measured: Mapping[str, Sequence[float]]) -> None:
+    """Write costs in the place of older ones: cost and spread by what a step does, nothing where they cannot be
+    measured."""
+    now = time.time()
+    known = of_situation(situation) | {name: [*values, now] for name, values in measured.items()}
     try:
         FILE.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(FILE.with_suffix(".lock"), timeout=LOCK_SECONDS):
             everything = stored()
-            known |= everything.pop(situation, {})
-            take_in()
+            known = everything.pop(situation, {}) | known
             everything[situation] = known
             draft = FILE.with_name(f"{FILE.name}.{os.getpid()}")
             draft.write_text(json.dumps(dict([*everything.items()][-MOST_SITUATIONS:]), indent=1), encoding="utf-8")
             os.replace(draft, FILE)  # as a whole, or not at all
     except Exception as error:  # a full disk, no right to write, another process that hangs
-        take_in()
         logger.warning_once(
             f"{str(FILE)!r} cannot be written ({in_one_line(error)}): what steps cost here is measured again by the "
             "next process."

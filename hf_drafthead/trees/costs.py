@@ -1,7 +1,7 @@
 """What a step costs on this machine, in steps of the base: measured between calls, kept in a file, and read by calls.
 
 Steps are taken in turn with those of the root alone. Of each the shortest time counts: whatever else the machine does
-can only make a step longer. What a product of that shape excludes is not kept.
+can only make a step longer.
 """
 
 from __future__ import annotations
@@ -36,24 +36,16 @@ from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 from hf_drafthead.trees import cost_file
 from hf_drafthead.trees.entries import CalibrationKey
-from hf_drafthead.trees.timing import product_seconds, wait
+from hf_drafthead.trees.timing import wait
 
 logger = logging.get_logger(__name__)
 
 ROUNDS, FEW_ROUNDS = 12, 4  # of steps, of which the shortest times count; where steps are long, a few
 BUDGET, UNNOTICED = 6.0, 0.5  # steps of the base, and seconds, after which no further round is begun
 PROMPT = 4  # tokens of the text that is measured on
-SLACK = 2.0  # times as much more than one node as a product over as many tokens, that a forward may cost
-DAY, DOUBTED, MINUTE = 86_400, 600, 60  # seconds after which costs are measured again; MINUTE: contradicted ones
-CONTRADICTED = 1.5  # times more, or less, that a step took in a call: then its cost is measured again
+DAY, MINUTES = 86_400, 600  # seconds after which costs are measured again; where that failed
 ALONE = DraftTree.root_alone()
 _MEASURING = threading.Lock()
-_CONTRADICTED: set[tuple[str, str]] = set()  # situations and steps
-Samples = dict[Any, list[float]]  # seconds by what a step does
-
-
-class ImpossibleCost(ValueError):
-    """A machine that measures this does something else meanwhile."""
 
 
 class StepCosts:
@@ -72,22 +64,18 @@ class StepCosts:
         """What the costs depend on, as the file names it."""
         return f"{self.key}, torch {torch.__version__}, {_shape_hash(self.model)}"
 
-    def __call__(self, trees: Sequence[Tree], doubted: bool = False) -> list[float] | None:
-        """Seconds of a step with each tree over those of a step of the base; None where they cannot be measured.
-
-        doubted: nothing would be drafted for these costs, which are measured again sooner.
-        """
+    def __call__(self, trees: Sequence[Tree]) -> list[float] | None:
+        """Seconds of a step with each tree over those of a step of the base; None where they cannot be measured."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return None  # processes that must stay in step would measure, and decide, each for itself
         steps = {name_of(tree): tree for tree in trees}
-        if self._outdated(steps, doubted):
+        if self._outdated(steps):
             with _MEASURING:
-                if self._outdated(steps, doubted):  # and no other thread has measured meanwhile
-                    since, measured = time.time(), self._measured(steps)
+                if self._outdated(steps):  # and no other thread has measured meanwhile
+                    measured = self._measured(steps)
                     if measured is None:
                         return None
-                    cost_file.keep(self.situation, measured, since)
-                    _CONTRADICTED.difference_update((self.situation, name) for name in steps)
+                    cost_file.keep(self.situation, measured)
         known = cost_file.of_situation(self.situation)
         return None if any(len(known[name]) == 1 for name in steps) else [known[name][0] for name in steps]
 
@@ -99,18 +87,11 @@ class StepCosts:
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
         return f" (measured {day}, half of the times at most {cost[1]:.1f} as long; kept in {str(cost_file.FILE)!r})"
 
-    def contradict(self, tree: Tree, cost: float) -> None:
-        """Have a cost measured again by a later call, where steps of this one have cost something else."""
-        known = cost_file.of_situation(self.situation).get(name_of(tree), [])
-        if len(known) > 1 and not 1 / CONTRADICTED < cost / known[0] < CONTRADICTED:
-            _CONTRADICTED.add((self.situation, name_of(tree)))
-
-    def _outdated(self, steps: Iterable[str], doubted: bool) -> bool:
+    def _outdated(self, steps: Iterable[str]) -> bool:
         known, now = cost_file.of_situation(self.situation), time.time()
         for name in steps:
             *cost, when = known.get(name, [-math.inf])
-            lasts = DAY if cost and not doubted else DOUBTED
-            if not 0 <= now - when < (MINUTE if (self.situation, name) in _CONTRADICTED else lasts):
+            if not 0 <= now - when < (DAY if cost else MINUTES):
                 return True
         return False
 
@@ -119,35 +100,18 @@ class StepCosts:
         """Cost and spread of each step; nothing of each where they cannot be told, None where not now."""
         trees = {name_of(ALONE): ALONE, **steps}
         try:
-            seconds, verifying = seconds_in_turn(self.model, self.reader, self.rows, trees, self.execution, BUDGET)
-            least = {name: min(each) for name, each in seconds.items()}
-            self._check(least, {name: min(each) for name, each in verifying.items()}, steps)
-            costs = {name: round(max(each / least[name_of(ALONE)], 0.01), 3) for name, each in least.items()}
-            return {name: (costs[name], round(statistics.median(seconds[name]) / least[name], 3)) for name in steps}
+            seconds = seconds_in_turn(self.model, self.reader, self.rows, trees, self.execution)
+            least = {name: max(min(each), 1e-9) for name, each in seconds.items()}
+            alone = least[name_of(ALONE)]
+            found = {name: (least[name] / alone, statistics.median(seconds[name]) / least[name]) for name in steps}
+            # within limits, for a clock may be put back
+            return {name: tuple(round(min(max(ratio, 0.01), 1e3), 3) for ratio in each) for name, each in found.items()}
         except NotCaptured:  # another call compiles, and eager costs are not those of later calls
             return None
         except Exception as error:
             reason = cost_file.in_one_line(error)
             logger.warning_once(f"What a step costs here could not be measured: {reason}")
             return dict.fromkeys(steps, ())
-
-    def _check(self, seconds: Mapping[str, float], verifying: Mapping[str, float], steps: Mapping[str, Tree]) -> None:
-        """Compare forwards with products over as many tokens, which take most of their time."""
-        base, alone = self.reader.base, name_of(ALONE)
-        products = product_seconds(base, sorted({self.rows, *(self.rows * tree.num_nodes for tree in steps.values())}))
-        # a token of its own may need experts, or a state, of its own
-        apart = bool(self.reader.mixers) or any("expert" in name for name, _ in base.named_modules())
-        for name, tree in steps.items():
-            tokens, more = self.rows * tree.num_nodes, tree.num_nodes
-            product = products[tokens] / products[self.rows]
-            forward = verifying[name] / max(verifying[alone], 1e-9)
-            cost = seconds[name] / max(seconds[alone], 1e-9)
-            possible = 0 < seconds[alone] < math.inf and 0 < cost <= more + tree.max_depth
-            if not possible or forward > max(SLACK * product, more if apart else 1.0):
-                raise ImpossibleCost(
-                    f"over {tokens} token(s) a step took {cost:.1f} times as long as over {self.rows}, its forward "
-                    f"{forward:.1f} times, and a product {product:.1f}: other programs use this machine"
-                )
 
 
 def seconds_in_turn(
@@ -156,16 +120,13 @@ def seconds_in_turn(
     rows: int,
     trees: Mapping[Any, Tree],
     execution: Execution,
-    budget: float = math.inf,
-) -> tuple[Samples, Samples]:
-    """Seconds of steps with some trees, of which the first is the root alone, in turn, of a short text each; and of
-    their forwards, where these are timed. budget: steps of the root alone after which no further round is begun.
+) -> dict[Any, list[float]]:
+    """Seconds of steps with some trees, of which the first is the root alone, in turn, of a short text each.
 
     Raises:
         NotCaptured: another call compiles meanwhile.
     """
-    seconds: Samples = defaultdict(list)
-    verifying: Samples = defaultdict(list)
+    seconds: dict[Any, list[float]] = defaultdict(list)
     device = reader.base.device
     with torch.no_grad(), contextlib.ExitStack() as calls:
         takes = {name: _begun(model, reader, rows, tree, execution, calls) for name, tree in trees.items()}
@@ -175,18 +136,17 @@ def seconds_in_turn(
         except NotCaptured as error:
             if not error.lasting:
                 raise
-            return seconds_in_turn(model, reader, rows, trees, Execution("eager"), budget)  # as calls do
+            return seconds_in_turn(model, reader, rows, trees, Execution("eager"))  # as calls do
         begin = time.perf_counter()
         for turn in range(ROUNDS):
             for name, take in takes.items():
                 start = _now(device)
-                stages = take()
+                take()
                 seconds[name].append(_now(device) - start)
-                verifying[name].append(stages.get("verify", math.nan))
-            enough = max(budget * min(seconds[next(iter(trees))]), UNNOTICED)
+            enough = max(BUDGET * min(seconds[next(iter(trees))]), UNNOTICED)
             if turn + 1 >= FEW_ROUNDS and time.perf_counter() - begin > enough:
                 break
-    return seconds, verifying
+    return seconds
 
 
 def _now(device: torch.device) -> float:
@@ -197,33 +157,27 @@ def _now(device: torch.device) -> float:
 
 def _begun(
     model: Any, reader: BaseReader, rows: int, tree: Tree, execution: Execution, calls: contextlib.ExitStack
-) -> Callable[[], dict[str, float]]:
-    """What takes a step of a text, and returns the seconds of its stages where they are timed; NotCaptured: steps
-    that are to be compiled are not."""
+) -> Callable[[], None]:
+    """What takes a step of a text; NotCaptured: steps that are to be compiled are not."""
     prompt = probe_tokens(reader.base)[None, :PROMPT].expand(rows, -1)
     ends = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 1 + (ROUNDS + 1) * (tree.max_depth + 1))])
     rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), rows, PROMPT, prompt.device, samples=False)
     inputs = {"attention_mask": torch.ones_like(prompt), CACHE: DynamicCache()}
     member = prefill(reader, model.drafter, DraftPlan(tree), prompt, rules, inputs, None)
-    batch = calls.enter_context(contextlib.closing(Batch.of_one(model, member, execution, execution.name == "eager")))
+    batch = calls.enter_context(contextlib.closing(Batch.of_one(model, member, execution)))
     runner: Any = batch.runner
 
-    def take() -> dict[str, float]:
-        seconds = {name: each for record in batch.step() for name, each in record.seconds.items()}
+    def take() -> None:
+        batch.step()
         if runner.execution.name != execution.name:
             refused: set[Any] = runner.programs.refused
             raise NotCaptured("", lasting=any(key[3] == tree for key in refused))
-        return seconds
 
     return take
 
 
 def name_of(tree: Tree) -> str:
-    """What a tree's cost depends on, as the file names it; of copies, that they are all that is guessed.
-
-    >>> name_of(DraftTree([(0,), (1,), (0, 0)]))
-    '4 nodes in 2 levels'
-    """
+    """What a tree's cost depends on, as the file names it; of copies, that they are all that is guessed."""
     if isinstance(tree, LookupTree):
         return f"{tree.num_nodes} nodes of copies"
     return f"{tree.num_nodes} nodes in {tree.max_depth} levels"

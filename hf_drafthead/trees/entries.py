@@ -21,6 +21,7 @@ from transformers import GenerationConfig
 
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.grow import Size
 
 EXECUTIONS = ("eager", "compiled", "recorded")  # how a call runs its steps; recorded: as CUDA graphs
 # by drafter: what its weights were when they were hashed, and the hash
@@ -111,15 +112,17 @@ def copies_of(entry: dict[str, Any]) -> int:
     return copies
 
 
-def expected_of(entry: dict[str, Any]) -> tuple[float, float]:
-    """What a step with the entry's tree costs in steps of the base, and the tokens that it emits; ValueError: not
-    both are there."""
+def costs_of(entry: dict[str, Any], size: Size) -> dict[Size, float]:
+    """What steps cost in steps of the base, with the entry's tree, of this size, and with those that were timed beside
+    it; ValueError: no cost is there, or one that is none."""
     try:
-        cost, tokens = (float(entry["measured"][name]) for name in ("step_cost", "tokens_per_step"))
-        if not (0 < cost < math.inf and 0 < tokens < math.inf):
-            raise ValueError(f"a step of {tokens} tokens that costs {cost} was never measured")
-        return cost, tokens
-    except (KeyError, TypeError, ValueError) as error:
+        measured = entry["measured"]
+        costs = {Size(nodes, depth): float(cost) for nodes, depth, cost in measured.get("costs", ())}
+        costs[size] = float(measured["step_cost"])
+        if not all(0 < cost < math.inf and each.nodes > each.depth >= 0 for each, cost in costs.items()):
+            raise ValueError(f"steps that cost {str([*costs.values()])[:40]} were never measured")
+        return costs
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise damaged(entry, error) from None
 
 
@@ -143,8 +146,7 @@ def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[
         except ValueError:
             return False
         # the same heads have another hash where their values are rounded
-        same_heads = its.dtype != key.dtype or its.heads_hash == key.heads_hash
-        return same_heads and its != key and its.device != "cpu"
+        return key != its and its.device != "cpu" and (its.dtype != key.dtype or its.heads_hash == key.heads_hash)
 
     return [*filter(stays, entries), new]
 
@@ -157,12 +159,6 @@ def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype |
     Args:
         tensors: name and tensor, in any order.
         dtype: the type that fractions are rounded to before; None leaves them as they are.
-
-    >>> weight = torch.tensor([1.0, 2.5])
-    >>> heads_hash([("a", weight)]) == heads_hash([("a", weight.bfloat16())])
-    True
-    >>> heads_hash([("a", weight)]) == heads_hash([("b", weight)])
-    False
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
@@ -195,11 +191,7 @@ def device_name(device: torch.device) -> str:
 
 @functools.cache
 def cpu_name() -> str:
-    """The model of the CPU, as the operating system names it.
-
-    >>> len(cpu_name()) > 0 and cpu_name() != "cpu"
-    True
-    """
+    """The model of the CPU, as the operating system names it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -53,19 +53,13 @@ def own_seed(model: Any, seed: int = 0) -> Iterator[None]:
         yield
 
 
-def check_prompts(model: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> None:
-    """Raise ValueError where there is no prompt, or one is empty or leaves the base no room for the new tokens."""
+def check_prompts(prompts: Sequence[torch.Tensor]) -> None:
+    """Raise ValueError where there is no prompt, or one is empty."""
     if not prompts:
         raise ValueError("there is no prompt to calibrate on: give some, or none at all for the base's own.")
-    positions = getattr(model.base.config.get_text_config(decoder=True), "max_position_embeddings", None)
     for number, prompt in enumerate(prompts, start=1):
         if not len(prompt):
             raise ValueError(f"prompt {number} is empty: give at least one token.")
-        if positions is not None and len(prompt) + new_tokens > positions:
-            raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens, which with {new_tokens} new ones exceed the base's "
-                f"{positions} positions: shorten it, or ask for fewer tokens."
-            )
 
 
 def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: int = 128) -> list[torch.Tensor]:

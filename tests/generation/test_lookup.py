@@ -13,6 +13,7 @@ from transformers import CompileConfig
 from transformers.utils import logging
 
 from hf_drafthead import DraftTree
+from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.lookup import DESERVED, KEPT, SCANNED, Copies, most_frequent, places_in_row, with_copies
 from hf_drafthead.trees.costs import StepCosts
 from tests.bases import VOCABULARY, tiny_base
@@ -107,9 +108,10 @@ def in_one_tree(tree, tokens, copied, nodes):
     value = -torch.tensor([[len(path) + sum(path) for path in ((), *tree.paths)]]).float().expand(len(tokens), -1)
     topology = tree.topology()
     shape = tokens.shape
-    tokens, topology = with_copies(
-        tokens, topology.parents.expand(shape), topology.depths.expand(shape), value, copied, nodes, tree.max_depth
+    of_both = with_copies(
+        tokens, topology.parents.expand(shape), topology.depths.expand(shape), value, copied, tree.max_depth
     )
+    tokens, topology, _ = Topology.of_best(*of_both, nodes, max(tree.max_depth, copied.tokens.shape[1] - 1))
     assert tokens.shape == topology.parents.shape == (shape[0], nodes)
     assert (topology.parents[:, 1:] < torch.arange(1, nodes)).all()  # parents come before their children
     return [
@@ -343,7 +345,7 @@ def test_where_nothing_matches_copies_alone_forward_one_token_as_the_base_does(c
 
 
 @pytest.mark.parametrize("cost, least", [(1.0, 0.9), (9.0, 0.0)])
-def test_the_switch_guards_copies_alone_too(cost, least, monkeypatch):
+def test_what_steps_cost_guards_copies_alone_too(cost, least, monkeypatch):
     monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [cost for tree in trees])
     widths, matched = forwarded(FAMILIES[0].build(circling_base()), max_new_tokens=2 * VOCABULARY)
     assert sum(width > 1 for width in widths) >= least * sum(matched) and sum(matched) > 9

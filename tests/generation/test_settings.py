@@ -11,7 +11,7 @@ from transformers.generation import MaxLengthCriteria, TemperatureLogitsWarper
 
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
 from hf_drafthead.generation.tree import DraftTree, DynamicTree
-from hf_drafthead.trees.switch import SwitchRule
+from hf_drafthead.trees.sizes import NodeCosts, SizeRule
 from tests.bases import tiny_base
 from tests.drafters import Drafted, Oracle, at_rank, right
 from tests.families import FAMILIES
@@ -195,8 +195,9 @@ def test_a_tree_in_the_generation_config_is_saved_and_comes_back(tree, steps, tm
 
 
 def test_a_plan_holds_nothing_that_a_call_changes():
-    plan = DraftPlan(DraftTree([(0,)]), switch=SwitchRule(1.5, 2.0))
-    assert hash(plan) == hash(DraftPlan(DraftTree([(0,)]), switch=SwitchRule(1.5, 2.0)))
+    tree, rules = DraftTree([(0,)]), [SizeRule(DraftTree([(0,)]), NodeCosts({}), True, ()) for _ in range(2)]
+    plan = DraftPlan(tree, sizes=rules[0])
+    assert hash(plan) == hash(DraftPlan(tree, sizes=rules[1]))
     with pytest.raises(FrozenInstanceError):
         plan.copies = 3
 

@@ -1,5 +1,7 @@
 """Block drafters beyond the laws of all families: what a config may be, confidence, float16, dynamic trees, memory."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Qwen3Config
@@ -130,6 +132,21 @@ def test_below_a_cut_a_dynamic_tree_has_no_node_as_long_as_there_are_others():
     expected = model.base.generate(PROMPT, **CALL)
     for tree in ("dynamic", [[0], [1], [0, 0]]):
         assert torch.equal(model.generate(PROMPT, **CALL, draft_tree=tree), expected)
+
+
+def test_how_likely_the_best_guess_is_is_what_the_heads_foretell():
+    drafter = build(**DSPARK).drafter
+    with torch.no_grad():
+        drafter.confidence.weight.zero_()
+        drafter.confidence.bias.fill_(math.log(4.0))  # 0.8 in every slot
+        features = torch.randn(1, 5, 32 * len(drafter.reads), dtype=torch.float64)
+        state = drafter.observe(drafter.start(1, 16), features, PROMPT, torch.tensor([5]))
+        _, guesses = drafter.expand(state, PROMPT[:, -1:], PROMPT[:, :1] * 0)
+    own = guesses.logits.softmax(-1).topk(3).values[0, 0]
+    found = guesses.likeliest(3)[1].exp()[0, 0]
+    expected = [0.8, *(min(0.8 * chance / own[0], 0.2 * chance / (1 - own[0])) for chance in own[1:])]
+    torch.testing.assert_close(found, torch.stack([torch.as_tensor(each, dtype=found.dtype) for each in expected]))
+    assert torch.equal(guesses.likeliest(3)[0], guesses.top(3)[0])
 
 
 def test_a_drafter_in_float16_computes_in_bfloat16_and_says_so_once(caplog):

@@ -15,19 +15,16 @@ from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation import programs
 from hf_drafthead.generation.programs import PROGRAMS, Programs
 from hf_drafthead.generation.runner import Execution, Runner
-from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree
-from hf_drafthead.trees import cost_file, costs, entries, switch
-from hf_drafthead.trees.choice import ALLOWANCE, SMALL_TREE
+from hf_drafthead.trees import cost_file, costs, entries
+from hf_drafthead.trees.choice import SMALL_TREE
 from hf_drafthead.trees.cost_file import keep, stored
 from hf_drafthead.trees.costs import StepCosts
 from hf_drafthead.trees.entries import CalibrationKey
-from hf_drafthead.trees.switch import LOSS_SHARE
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import prompt
 from tests.generation.test_recorded import recordings as recordings
-from tests.trees.choices import switched
 
 MEASURE, SITUATION = StepCosts.__call__, StepCosts.situation  # before any test replaces them
 EAGER = Execution("eager")
@@ -40,8 +37,6 @@ def fresh(monkeypatch, tmp_path):
     """Costs are measured, and kept in a file of the test's own."""
     monkeypatch.setattr(StepCosts, "__call__", MEASURE)
     monkeypatch.setattr(StepCosts, "situation", SITUATION)
-    # whatever a busy machine measures is possible
-    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {min(tokens): 1.0})
     new_process(monkeypatch, tmp_path / "folder" / "costs.json")
     return cost_file.FILE
 
@@ -132,7 +127,6 @@ def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name,
 
     monkeypatch.setattr(Runner, "step", step)
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
-    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {rows: 1.0})
     model = family(name)
     found = costs_of(model, rows)([*TREES, LookupTree(DraftTree.root_alone(), 4, 3, 67)])
     assert found == [4.0, 2.0, 5.0]
@@ -196,15 +190,16 @@ def at(monkeypatch, seconds):
     monkeypatch.setattr(cost_file.time, "time", lambda: 10.0**9 + seconds)
 
 
-def test_what_another_process_has_written_meanwhile_is_what_counts(fresh, monkeypatch):
+def test_what_other_processes_have_written_stays_and_what_was_measured_last_counts(fresh, monkeypatch):
     at(monkeypatch, 5)
     day = 10.0**9 + 5
-    keep("here", {"a": [1.5, 1.1]}, since=day - 1)
-    keep("here", {"a": [0.5, 1.0], "b": []}, since=day - 1)
+    keep("here", {"a": [1.5, 1.1]})
+    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
+    keep("here", {"b": []})
     assert stored() == {"here": {"a": [1.5, 1.1, day], "b": [day]}}
     assert [path.name for path in fresh.parent.iterdir() if path.suffix != ".lock"] == ["costs.json"]
     at(monkeypatch, 9)
-    keep("here", {"a": [2.0, 1.0]}, since=day + 3)
+    keep("here", {"a": [2.0, 1.0]})
     assert cost_file.of_situation("here") == {"a": [2.0, 1.0, day + 4], "b": [day]}
     assert cost_file.clear() == 1 and not fresh.exists() and cost_file.of_situation("here") == {}
 
@@ -212,7 +207,7 @@ def test_what_another_process_has_written_meanwhile_is_what_counts(fresh, monkey
 def test_the_oldest_situations_are_dropped(monkeypatch):
     monkeypatch.setattr(cost_file, "MOST_SITUATIONS", 2)
     for name in "abac":
-        keep(name, {"x": [1.0, 1.0]}, since=0.0)
+        keep(name, {"x": [1.0, 1.0]})
     assert [*stored()] == ["a", "c"]
 
 
@@ -228,68 +223,19 @@ def counted_measurements(monkeypatch, cost):
     return measured
 
 
-def test_costs_are_measured_again_after_a_day_and_where_nothing_pays_or_measuring_failed_sooner(monkeypatch):
+def test_costs_are_measured_again_after_a_day_and_where_measuring_failed_sooner(monkeypatch):
     model, cost = family("medusa"), [3.0]
     of, measured = costs_of(model), counted_measurements(monkeypatch, cost)
     at(monkeypatch, 0)
-    assert of(TREES[:1]) == of(TREES[:1]) == of(TREES[:1], True) == [3.0] and len(measured) == 1
-    cost[0] = 2.0
-    at(monkeypatch, 601)
-    assert of(TREES[:1]) == [3.0] and of(TREES[:1], True) == [2.0] and len(measured) == 2
+    assert of(TREES[:1]) == of(TREES[:1]) == [3.0] and len(measured) == 1
     cost[0] = None
-    at(monkeypatch, 601 + 86_400)
-    assert of(TREES[:1]) is None and of(TREES[:1]) is None and len(measured) == 3
+    at(monkeypatch, 86_401)
+    assert of(TREES[:1]) is None and of(TREES[:1]) is None and len(measured) == 2
     cost[0] = 9.0
-    at(monkeypatch, 1202 + 86_400)
-    assert of(TREES[:1]) == [9.0] and len(measured) == 4
+    at(monkeypatch, 87_002)
+    assert of(TREES[:1]) == [9.0] and len(measured) == 3
     at(monkeypatch, 0)  # a clock that was put back
-    assert of(TREES[:1]) == [9.0] and len(measured) == 5
-
-
-def test_a_cost_that_a_call_contradicts_is_measured_again_between_calls(monkeypatch):
-    model, cost = family("medusa"), [3.0]
-    of, measured = costs_of(model), counted_measurements(monkeypatch, cost)
-    at(monkeypatch, 0)
-    assert of(TREES[:1]) == [3.0]
-    cost[0] = 1.2
-    at(monkeypatch, 61)
-    of.contradict(TREES[0], 2.5)  # is no contradiction
-    assert of(TREES[:1]) == [3.0]
-    of.contradict(TREES[0], 1.3)
-    assert of(TREES[:1]) == of(TREES[:1]) == [1.2] and len(measured) == 2
-
-
-def test_a_switch_tells_what_steps_of_its_call_have_cost(monkeypatch):
-    now, told = [0.0], []
-    monkeypatch.setattr(switch, "perf_counter", lambda: now[0])
-    of_call = switched(1.5, 2.0, None, told.append)
-    for _ in range(200):
-        drafts = of_call.drafts()
-        now[0] += 4.0 if drafts else 2.0
-        if drafts:
-            of_call.note(1)
-    assert told == [2.0]
-
-
-def forwards_that_take(monkeypatch, seconds):
-    """The forward of a step takes what `seconds` says of the nodes, and nothing else takes any time."""
-    taken, now = Step.__call__, itertools.count()
-
-    def step(self, state, stages=None):
-        outcome = taken(self, state, stages)
-        return outcome._replace(seconds={"verify": seconds(self.num_nodes)})
-
-    monkeypatch.setattr(Step, "__call__", step)
-    monkeypatch.setattr(costs, "thread_time", lambda: next(now) / 100)
-
-
-@pytest.mark.parametrize("nodes, kept", [(4.0, False), (2.4, True), (float("nan"), True)])
-def test_what_no_machine_can_be_is_not_kept(nodes, kept, monkeypatch, notices):
-    """A forward over four tokens is no more than twice as long as a product over them, over one."""
-    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: {count: 1.0 + count / 10 for count in tokens})
-    forwards_that_take(monkeypatch, {1: 1.0, 4: nodes}.get)
-    assert (costs_of(family("medusa"))(TREES[:1]) is not None) == kept
-    assert kept or any("a product 1.3: other programs use this machine" in line for line in notices)
+    assert of(TREES[:1]) == [9.0] and len(measured) == 4
 
 
 def test_a_base_that_compiles_itself_is_compiled_before_it_is_timed(monkeypatch):
@@ -300,7 +246,6 @@ def test_a_base_that_compiles_itself_is_compiled_before_it_is_timed(monkeypatch)
         shapes.add(kwargs["input_ids"].shape)
 
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
-    monkeypatch.setattr(StepCosts, "_check", lambda *given: None)
     model.base.model.register_forward_pre_hook(forward, with_kwargs=True)
     assert costs_of(model)(TREES) == [1.0, 1.0]
 
@@ -311,7 +256,7 @@ def test_a_call_that_drafts_nothing_says_once_what_was_measured_and_what_to_do(m
     for rows in (1, 3, 1):
         assert model.generate(**prompt(rows), **LONG, return_dict_in_generate=True).accepted_lengths is None
     (line,) = notices
-    assert "with 8 nodes as long as 9.0 of the base's (measured " in line and str(fresh) in line
+    assert "with 12 nodes as long as 9.0 of the base's (measured " in line and str(fresh) in line
     assert "nothing is drafted, the base decodes by itself; draft_tree= drafts all the same, " in line
     assert "`hf-drafthead costs --clear` has steps measured anew; run `hf-drafthead calibrate PATH" in line
 
@@ -347,8 +292,8 @@ def test_where_costs_cannot_be_measured_a_call_drafts_all_the_same(monkeypatch, 
 
     monkeypatch.setattr(costs, "_begun", fails)
     nodes, text = drafted(model)
-    assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG))
-    assert [len(times) for steps in stored().values() for times in steps.values()] == [1]
+    assert max(nodes) > 1 and torch.equal(text, model.base.generate(**prompt(), **LONG))
+    assert [len(times) for steps in stored().values() for times in steps.values()] == [1] * 5
     monkeypatch.setattr(StepCosts, "_measured", None)  # nor does the next call try again
     assert drafted(model)[0] == nodes and any("could not be measured: RuntimeError: no" in line for line in notices)
 
@@ -366,7 +311,6 @@ def of_programs(model, trees, rows=1):
 def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, monkeypatch):
     model = hf_drafthead.from_base(tiny_base("llama-gqa")) if name == "copies" else family(name)
     monkeypatch.setattr(costs, "thread_time", itertools.count().__next__)  # nothing costs more than the root alone
-    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1.0))
     found = drafted(model, compile_config=TRACED)
     made = len(PROGRAMS[model].compiled)
     assert any("compiled steps" in situation for situation in stored()) and set(found[0]) != {1}
@@ -424,20 +368,6 @@ def test_steps_of_a_base_with_hooks_are_judged_as_they_run():
     of_programs(model, TREES)
     (situation,) = stored()
     assert "eager steps" in situation and not PROGRAMS.get(model, Programs()).compiled
-
-
-@pytest.mark.parametrize("cost", [1.01, 1.3, 1.9, 2.4])
-@pytest.mark.parametrize("seed", range(5))
-def test_drafting_never_loses_more_than_it_may(cost, seed):
-    numbers, of_call, gained, tried = random.Random(seed), switched(cost, 2.0, ALLOWANCE), 0.0, 0
-    for steps in range(1, 400):
-        if of_call.drafts():
-            emitted = 1 if steps < 300 else numbers.choice([1, 1, 1, 2])
-            of_call.note(emitted)
-            gained += emitted - cost
-            tried += 1
-        assert gained >= -(ALLOWANCE + LOSS_SHARE * steps) - 1e-9
-    assert tried > 1
 
 
 @pytest.mark.parametrize("execution", [{}, {"cache_implementation": "static"}], ids=["recorded", "compiled"])

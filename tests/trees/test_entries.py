@@ -77,7 +77,7 @@ def copied(monkeypatch):
 def test_a_call_copies_what_its_entry_says_and_no_tree_is_needed_for_that(tree, model, copied, monkeypatch):
     monkeypatch.setattr(batch, "matches", lambda *given: True)  # copies alone are made only then
     key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
-    measured = {"step_cost": 1.1, "tokens_per_step": 2.0}
+    measured = {"step_cost": 1.0, "tokens_per_step": 2.0}
     for more, counts, nodes in [
         ({}, set(), {6}),
         ({"lookup": 0}, set(), {6}),
@@ -87,7 +87,7 @@ def test_a_call_copies_what_its_entry_says_and_no_tree_is_needed_for_that(tree, 
     ]:
         copied.clear()
         model.generation_config.calibration = [{**entry(key), "measured": measured, **more}]
-        assert drafted(model, draft_tree=tree) - {1} == nodes and copied == counts  # 1: "auto" pauses
+        assert drafted(model, draft_tree=tree) - {1} == nodes and copied == counts
         text = model.generate(**prompt(1), max_new_tokens=9, draft_tree=tree, on_step=None)  # where no tree pays
         assert torch.equal(text, model.base.generate(**prompt(1), max_new_tokens=9)) and copied == counts
 
@@ -109,7 +109,7 @@ def test_what_a_call_or_the_generation_config_says_of_copies_comes_before_the_en
 def test_an_entry_of_another_machine_is_none_of_this_one(model, notices):
     key = CalibrationKey.of(model.base, model.drafter, 1, "eager")
     model.generation_config.calibration = [entry(key, device="some other CPU"), entry(key, threads=64)]
-    assert drafted(model) == drafted(model) == {8}
+    assert drafted(model) == drafted(model) == {12}
     assert len(notices) == 1 and notices[0].startswith(f"These heads were not calibrated for this call ({key})")
     assert "`hf-drafthead calibrate PATH --batch-size 1`" in notices[0]
     assert drafted(model, 3) == {5} and len(notices) == 1  # for all numbers of rows
@@ -150,7 +150,7 @@ def test_a_new_entry_replaces_the_one_of_its_key_and_those_of_other_heads():
 
 
 @pytest.mark.parametrize("stored, nodes", [
-    (None, 8), ("mc_sim_7b_63", 8), ("auto", 8), ([[0], [1], [2]], 4), ([[one] for one in range(20)], 8),
+    (None, 12), ("mc_sim_7b_63", 12), ("auto", 12), ([[0], [1], [2]], 4), ([[one] for one in range(20)], 12),
     ("dynamic", 32), ({"dynamic": {"nodes": 9}}, 9),
 ], ids=str)  # fmt: skip
 def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, model, notices):
@@ -158,9 +158,9 @@ def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, m
     both = drafted(model) | drafted(model)
     assert both == {nodes}
     told = [one for one in notices if "were not calibrated for this call" in one]
-    assert len(told) == (nodes == 8)
+    assert len(told) == (nodes == 12)
     advice = "run `hf-drafthead calibrate PATH --batch-size 1` to measure here"
-    assert all(f"{nodes} nodes are drafted as long as that pays on the text; {advice}" in one for one in told)
+    assert all(f"{nodes} nodes are drafted, as many as pay on the text; {advice}" in one for one in told)
     notices.clear()
     published = DraftTree.resolve("mc_sim_7b_63", model.drafter.max_depth, VOCABULARY)
     assert drafted(model, draft_tree="mc_sim_7b_63") == {published.num_nodes} and notices == []
@@ -170,14 +170,14 @@ def test_without_entries_a_cpu_drafts_few_nodes_with_one_notice(stored, nodes, m
     ({8: 1.1, 64: 1.3}, 64), ({8: 1.1, 64: 1.5}, 8), ({8: 2.6, 64: 2.8}, 1), (None, 8)
 ], ids=str)  # fmt: skip
 def test_without_entries_a_gpu_drafts_the_whole_tree_where_that_costs_little_more(cost, nodes):
-    assert planned(GPU, Costs(cost)).tree.num_nodes == nodes and planned(GPU, Costs(cost)).switch is None
+    assert planned(GPU, Costs(cost)).tree.num_nodes == nodes and planned(GPU, Costs(cost)).sizes is None
     assert planned(GPU, Costs(cost), draft_tree="auto").tree.num_nodes == 8
     assert planned(GPU, None, draft_tree=[[0]]).tree.num_nodes == 2
 
 
 def test_a_stored_tree_is_cut_to_its_first_nodes_whose_parents_are_there():
-    paths = [[0], [1, 0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1], [3], [4], [5]]
-    cut = planned(KEY, draft_tree=paths).tree
+    paths = [[0], [1, 0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1], [3], [4], [5], [6], [7], [8]]
+    cut = planned(KEY._replace(batch_size=2), draft_tree=paths).tree
     assert cut == DraftTree([[0], [1], [0, 0], [2], [0, 0, 0], [0, 1], [1, 1]])
     given = DraftTree([[one] for one in range(20)])  # a tree that was made is no list of the most valuable first
     assert planned(KEY, draft_tree=given).tree == given
@@ -197,7 +197,7 @@ def test_more_rows_get_fewer_nodes_without_an_entry_too():
     def nodes(rows, **settings):
         return planned(KEY._replace(batch_size=rows), **settings).tree.num_nodes
 
-    assert [nodes(rows) for rows in (1, 2, 3, 4, 8, 99)] == [8, 8, 5, 4, 2, 2]
+    assert [nodes(rows) for rows in (1, 2, 3, 4, 8, 99)] == [12, 8, 5, 4, 2, 2]
     assert nodes(4, draft_tree=[[0], [0, 0], [1], [2]]) == 4 and nodes(4, draft_tree=[[0], [1]]) == 3
 
 

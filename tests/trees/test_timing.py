@@ -1,10 +1,8 @@
 """The one clock: calls that take turns."""
 
-import pytest
 import torch
 
 from hf_drafthead.trees import timing
-from tests.bases import tiny_base
 
 
 def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
@@ -37,31 +35,3 @@ def test_the_steps_of_a_call_are_timed_by_its_streamer_or_on_step(monkeypatch):
         clock.put(None)
     clock.end()
     assert clock.figures() == (3.0, 17.0, 4) and clock.figures(prompts=1) == (1.0, 12.0, 3)
-
-
-FLOAT, HALF = torch.float32, torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype, costs, named", [
-    (FLOAT, (4.1, 1.2), "bfloat16"), (FLOAT, (1.4, 1.0), None), (FLOAT, (2.0, 1.9), None),
-    (HALF, (1.1, 6.0), "float32"), (HALF, (4.1, 1.2), None), (torch.float64, (9, 1), None),
-], ids=str)  # fmt: skip
-def test_the_dtype_in_which_a_tree_is_cheap_is_named_where_the_base_s_is_dear(dtype, costs, named, monkeypatch):
-    base = tiny_base("llama").to(dtype)
-    if dtype != torch.float64:
-        assert min(timing.product_seconds(base, (1, 8)).values()) > 0
-    of = dict(zip((FLOAT, HALF), costs))
-    monkeypatch.setattr(timing, "product_seconds", lambda base, tokens, dtype: {1: 1.0, 8: of[dtype]})
-    advice = timing.dtype_advice(base)
-    assert advice is None if named is None else advice.endswith(f"trees pay more with --dtype {named}.")
-
-
-@pytest.mark.parametrize("dtype, seconds, times", [
-    (HALF, (0.9, 0.1), "9.0"), (torch.float16, (0.3, 0.1), "3.0"), (HALF, (0.1, 0.1), None), (FLOAT, (9.0, 1.0), None),
-], ids=str)  # fmt: skip
-def test_a_training_in_a_type_that_the_cpu_multiplies_slowly_is_told(dtype, seconds, times, monkeypatch):
-    base = tiny_base("llama").to(dtype)
-    timed = dict(zip((dtype, FLOAT), seconds))
-    monkeypatch.setattr(timing, "product_seconds", lambda base, tokens, dtype: dict.fromkeys(tokens, timed[dtype]))
-    advice, name = timing.training_advice(base), str(dtype).removeprefix("torch.")
-    assert advice is None if times is None else f"takes {times} times as long here in {name} as in float32" in advice
