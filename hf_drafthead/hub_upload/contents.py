@@ -13,6 +13,7 @@ from hf_drafthead.modeling.base_model import is_local
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
+from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.mtp import modules_counted
 
 # Left here: the state of a training, caches, pickles (which run code when they are opened), what holds keys.
@@ -103,16 +104,8 @@ def find_base(name: str, revision: str | None, token: str | bool | None) -> tupl
     """What the Hub says about a base; None, and a note that says why, where it cannot be asked."""
     try:
         return HfApi(token=token).model_info(name, revision=revision), []
-    except HFValidationError:
-        raise ValueError(f"{name!r} is not a valid name of a base on the Hub: {WAYS}.") from None
-    except RepositoryNotFoundError as error:
-        raise OSError(
-            f"there is no base {name!r} on the Hub (or it is private and the token cannot see it): {WAYS}."
-        ) from error
-    except RevisionNotFoundError as error:
-        raise OSError(
-            f"the base {name!r} has no revision {revision!r}: set base_model_revision to a commit that it has."
-        ) from error
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise OSError(f"there is no base {name!r} on the Hub ({in_one_line(error)}): {WAYS}.") from error
     except (HTTP_ERROR, OSError) as error:
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         if status in (401, 403):

@@ -16,12 +16,6 @@ from hf_drafthead.modeling.files import in_one_line, read_json
 OF_A_MODEL = re.compile(
     r".*\.(safetensors|bin|gguf|pth?|ckpt|onnx|h5|msgpack)|(.*/)?(adapter_config|model_index)\.json"
 )
-ADVICE = {
-    400: "correct what it names",
-    401: "sign in with `hf auth login`, or pass a valid token",
-    403: "use a token with write access, or propose the change (create_pr=True, --create-pr)",
-    404: "check the names, and the token",
-}
 
 
 @dataclass(frozen=True)
@@ -123,16 +117,11 @@ def check_destination(there: Destination, target: Target, base: str | None) -> N
 
 @contextmanager
 def told(target: Target) -> Iterator[None]:
-    """Turn what the Hub answers into one line that says what was refused, and what to do."""
+    """Say in one line what the Hub answers, or that it could not be reached."""
     try:
         yield
-    except (errors.HfHubHTTPError, errors.LocalTokenNotFoundError) as error:
-        status = getattr(getattr(error, "response", None), "status_code", 401)  # 401: there is no token to be sent
+    except (HTTP_ERROR, errors.LocalTokenNotFoundError, ConnectionError) as error:
         answer = getattr(error, "server_message", None) or in_one_line(error)
-        advice = ADVICE.get(status, "push again later")
-        raise OSError(f"the Hub refused the push to {target.repo_id!r} ({status}: {answer}): {advice}.") from error
-    except (HTTP_ERROR, ConnectionError) as error:  # a broken connection is no OSError for the client of HTTP
         raise OSError(
-            f"the push to {target.repo_id!r} was interrupted ({type(error).__name__}: {in_one_line(error)}): push "
-            "again; files that were uploaded are not sent twice."
+            f"the push to {target.repo_id!r} failed ({answer}): push again; what was uploaded is not sent twice."
         ) from error

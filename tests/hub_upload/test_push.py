@@ -88,10 +88,8 @@ def test_transformers_words_for_a_push_are_understood(hub, base, clients):
 def test_who_may_not_write_can_propose(hub, base, clients):
     push(clients)
     refused = push(clients, seed=1, token="hf_stranger")
-    assert refused.err.splitlines()[-1] == (
-        "OSError: the Hub refused the push to 'org/heads' (403: You don't have the rights to write to org/heads): use "
-        "a token with write access, or propose the change (create_pr=True, --create-pr)."
-    )
+    line = "OSError: the push to 'org/heads' failed (You don't have the rights to write to org/heads): push again"
+    assert refused.err.splitlines()[-1].startswith(line)
     assert push(clients, seed=1, token="hf_stranger", create_pr=True).code == 0
     repo = hub.repos["org/heads"]
     assert set(repo.refs) == {"main", "refs/pr/1"}
@@ -207,8 +205,8 @@ def test_an_upload_that_is_cut_is_completed_by_pushing_again(hub, base, clients)
     hub.fail("PUT", "^/lfs/", times=20, after=1000)
     hub.fail("PUT", "^/lfs/", times=20, status=503)
     cut = clients.run(PATIENCE + PUSH, token="hf_owner", seed=0, words={})
-    assert "OSError: the push to 'org/heads' was interrupted (" in cut.err
-    assert "push again; files that were uploaded are not sent twice." in cut.err
+    assert "OSError: the push to 'org/heads' failed (" in cut.err
+    assert "push again; what was uploaded is not sent twice." in cut.err
     assert len(hub.repos["org/heads"].commits) == 1  # no half of a push
     hub.faults.clear()
     assert push(clients).code == 0
@@ -231,9 +229,9 @@ PATIENCE = "import time\ntime.sleep = lambda seconds: None\n"
 @pytest.mark.parametrize(
     "token, repo_id, line",
     [
-        ("hf_nobody", "org/heads", "the Hub refused the push to 'org/heads' (401: Invalid credentials"),
-        (None, "org/heads", "the Hub refused the push to 'org/heads' (401: "),
-        ("hf_reader", "org/heads", "the Hub refused the push to 'org/heads' (403: You don't have the rights"),
+        ("hf_nobody", "org/heads", "the push to 'org/heads' failed (Invalid credentials"),
+        (None, "org/heads", "the push to 'org/heads' failed ("),
+        ("hf_reader", "org/heads", "the push to 'org/heads' failed (You don't have the rights"),
         ("hf_owner", "org//heads", "Repo id must be in the form 'repo_name' or 'namespace/repo_name': 'org//heads'"),
         ("hf_owner", "org/a b", "Repo id must use alphanumeric chars"),
     ],
@@ -252,10 +250,10 @@ def test_a_base_that_is_not_there(hub, base, clients, models, token):
     words = ("push", models / "medusa", "org/heads", "--license", "mit", "--base")
     answer = command(clients, *words, "org/nowhere", "--dry-run", token=token)
     assert answer.code == 2
-    start = "hf-drafthead: there is no base 'org/nowhere' on the Hub (or it is private and the token cannot see it): "
+    start = "hf-drafthead: there is no base 'org/nowhere' on the Hub (RepositoryNotFoundError: "
     assert answer.err.splitlines()[-1].startswith(start)
     answer = command(clients, *words, "org//base")
-    assert answer.code == 2 and "'org//base' is not a valid name of a base on the Hub" in answer.err.splitlines()[-1]
+    assert answer.code == 2 and "no base 'org//base' on the Hub (HFValidationError: " in answer.err.splitlines()[-1]
     code = TRAINED + "model.config.base_model_revision = 'f' * 40\nmodel.push_to_hub('org/heads', license='mit')"
     answer = clients.run(code, token="hf_owner", seed=0)
     assert answer.err.splitlines()[-1].startswith("OSError: tokenizer.json of 'org/base' cannot be fetched (Revision")
