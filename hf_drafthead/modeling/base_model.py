@@ -283,9 +283,28 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
     return True
 
 
-def fingerprint(base: Any) -> dict[str, tuple[Any, ...]]:
-    """What a base is: of each tensor its shape, its kind, the count of its writes, and a few values."""
-    return {name: _print(tensor) for name, tensor in tensors_of(base).items()}
+def fingerprint(base: Any, config: DraftHeadConfig) -> dict[str, tuple[Any, ...]]:
+    """What a base is: of each tensor its shape, its kind, the count of its writes, and a few values where no file holds
+    it with which it could be compared as a whole."""
+    stored: set[str] = set()
+    for file in _files_of(base, config):
+        with safe_open(file, framework="pt") as tensors:
+            stored.update(tensors.keys())
+    return {name: _print(tensor, name not in stored) for name, tensor in tensors_of(base).items()}
+
+
+def _place_of(config: DraftHeadConfig) -> dict[str, Any]:
+    """Where, in what a config names as its base, the files of it lie on this machine."""
+    revision, subfolder = config.base_model_revision or "main", config.base_subfolder or ""
+    return {"revision": revision, "subfolder": subfolder, "local_files_only": True}
+
+
+def _files_of(base: Any, config: DraftHeadConfig) -> list[str]:
+    """The safetensors files, here, of the base that a config names; none if this one has another form."""
+    with suppress(OSError, ValueError):
+        if quantizer_of(base) is None and config.base_gguf_file is None and not config.base_included:
+            return checkpoint_files(str(config.base_model_name_or_path), _place_of(config))
+    return []
 
 
 def tensors_of(base: Any) -> dict[str, Tensor]:
@@ -293,11 +312,11 @@ def tensors_of(base: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in plain(base).state_dict().items() if isinstance(tensor, Tensor)}
 
 
-def _print(tensor: Any) -> tuple[Any, ...]:
+def _print(tensor: Any, sampled: bool = True) -> tuple[Any, ...]:
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     form = tuple(tensor.shape), type(tensor).__name__, tensor.is_floating_point()
     writes = None if local.is_inference() else local._version
-    if local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
+    if not sampled or local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
         return form, writes, None
     flat = local.detach().reshape(-1)
     return form, writes, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
@@ -322,17 +341,12 @@ def change_of_base(
         return f"{others[0]} came or went"
     if os.path.isdir(name) and not any(file.suffix in WEIGHT_SUFFIXES for file in Path(name).iterdir()):
         return f"there are no weights in {name!r}"
-    hub: dict[str, Any] = {"revision": config.base_model_revision or "main", "subfolder": config.base_subfolder or ""}
-    hub["local_files_only"] = True
-    files: list[str] = []
     with suppress(OSError, ValueError):
-        fields, _ = PreTrainedConfig.get_config_dict(name, **hub)
+        fields, _ = PreTrainedConfig.get_config_dict(name, **_place_of(config))
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
-        if quantizer_of(base) is None and config.base_gguf_file is None:
-            files = checkpoint_files(name, hub)
     rest = {**own, **given}
-    for file in files:
+    for file in _files_of(base, config):
         with safe_open(file, framework="pt") as stored:
             for key in set(stored.keys()) & set(rest):
                 if (same := _same_as(stored.get_slice(key), rest[key].detach())) is False:

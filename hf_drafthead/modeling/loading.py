@@ -136,7 +136,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.drafter.copy_from_base()
         share_start(model.drafter, loaded)
         loaded.requires_grad_(False)
-        model._as_loaded = fingerprint(loaded)
+        model._as_loaded = fingerprint(loaded, model.config)
         model.drafter.train(loaded.training)
         model.training = loaded.training
         model._take_generation_config({})
@@ -295,7 +295,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         live = isinstance(base_model, nn.Module)
         if not live:  # a live model stays as it is
             base.requires_grad_(False)
-        model._as_loaded = fingerprint(base)
+        model._as_loaded = fingerprint(base, model.config)
         model._take_adapters(path, hub, live)
         if not convert:
             of_both = dict(heads.get("adapter_kwargs") or {})  # of transformers, which looked for one with the heads

@@ -399,29 +399,11 @@ class _Hub(_Handler):
             raise Refused(404, NO_ENTRY, f"{path} does not exist")
         self.answer(200, [blob.entry(name) for name, blob in inside.items()])
 
-    def paths_info(self, repo: str, rev: str) -> None:
-        files = self.revision(self.readable(repo), rev).files
-        wanted = parse_qs(self.body.decode()).get("paths", [])
-        self.answer(200, [files[path].entry(path) for path in wanted if path in files])
-
-    def refs(self, repo: str) -> None:
-        found = self.readable(repo)
-        branches = [
-            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid}
-            for name, oid in found.refs.items()
-            if not name.startswith("refs/")
-        ]
-        self.answer(200, {"branches": branches, "tags": [], "converts": []})
-
     def branch(self, repo: str, name: str) -> None:
         found = self.writable(repo)
         if name in found.refs:
             raise Refused(409, message=f"Reference already exists: {name}")
         found.refs[name] = self.revision(found, self.json.get("startingPoint") or MAIN).oid
-        self.answer(200, {})
-
-    def settings(self, repo: str) -> None:
-        self.writable(repo).private = self.json.get("visibility") == "private"
         self.answer(200, {})
 
     # ---- push --------------------------------------------------------------------------------------------------------
@@ -525,10 +507,7 @@ ROUTES = [
     ("GET", API, _Hub.info),
     ("GET", rf"{API}/revision/{REV}", _Hub.info),
     ("GET", rf"{API}/tree/{REV}(/(?P<path>.+))?", lambda self, repo, rev, path: self.tree(repo, rev, path or "")),
-    ("POST", rf"{API}/paths-info/{REV}", _Hub.paths_info),
-    ("GET", rf"{API}/refs", _Hub.refs),
     ("POST", rf"{API}/branch/(?P<name>.+)", _Hub.branch),
-    ("PUT", rf"{API}/settings", _Hub.settings),
     ("GET", rf"/(?P<repo>[^/]+/[^/]+)/resolve/{REV}/(?P<path>.+)", _Hub.resolve),
 ]
 
