@@ -79,13 +79,13 @@ def test_an_unchanged_live_base_is_named(named):
     assert MedusaForCausalLM.from_base(live(named, dtype=torch.bfloat16)).base_change() is None
 
 
-def test_a_base_in_another_dtype_is_named_and_writes_its_text_in_that_dtype(named, tmp_path):
-    model = MedusaForCausalLM.from_base(named).to(torch.bfloat16)
-    model.save_pretrained(tmp_path / "saved")
-    assert not (tmp_path / "saved" / "base").exists()
-    assert torch.equal(logits(AutoModel.from_pretrained(tmp_path / "saved", dtype="bfloat16")), logits(model))
-    saved(model.double(), tmp_path / "rounded")
-    assert (tmp_path / "rounded" / "base").exists()
+def test_a_base_in_another_dtype_is_named_and_has_its_weights_in_that_dtype(named, tmp_path):
+    model = MedusaForCausalLM.from_base(named)
+    for dtype, beside in ((torch.bfloat16, False), (torch.float64, True)):  # rounded, by then
+        model.to(dtype).save_pretrained(tmp_path / str(dtype))
+        assert (tmp_path / str(dtype) / "base").exists() == beside
+        again = AutoModel.from_pretrained(tmp_path / str(dtype), dtype=dtype).state_dict()
+        assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
