@@ -20,10 +20,7 @@ from torch import Tensor, nn
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.dflash import DFLASH_RECIPE, DFlashConfig, DFlashDrafter
-
-# speculators' trainer: the loss of DFlash, and beside it the cross-entropy of the choice among the candidates
-DFLASH2_RECIPE: dict[str, Any] = {**DFLASH_RECIPE}
+from hf_drafthead.modeling.dflash import DFlashConfig, DFlashDrafter
 
 
 class DFlash2Config(DFlashConfig):

@@ -14,7 +14,7 @@ from hf_drafthead.modeling.amphista import AMPHISTA_RECIPE, AmphistaConfig, Amph
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.dflash import DFLASH_RECIPE, DSPARK_RECIPE, DFlashConfig, DFlashForCausalLM
-from hf_drafthead.modeling.dflash2 import DFLASH2_RECIPE, DFlash2Config, DFlash2ForCausalLM
+from hf_drafthead.modeling.dflash2 import DFlash2Config, DFlash2ForCausalLM
 from hf_drafthead.modeling.draft_model import DRAFT_MODEL_RECIPE, DraftModelConfig, DraftModelForCausalLM
 from hf_drafthead.modeling.eagle import EAGLE_RECIPE, EagleConfig, EagleForCausalLM
 from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE, Eagle3Config, Eagle3ForCausalLM
@@ -72,7 +72,7 @@ _TABLE = (
     # trained as EAGLE-3 is: on the base's own distribution, several levels deep
     Family("mtp", "MTP", "2412.19437", MtpForCausalLM, MtpConfig, EAGLE3_RECIPE),
     Family("dflash", "DFlash", "2602.06036", DFlashForCausalLM, DFlashConfig, DFLASH_RECIPE),
-    Family("dflash2", "DFlash 2", "2602.06036", DFlash2ForCausalLM, DFlash2Config, DFLASH2_RECIPE),
+    Family("dflash2", "DFlash 2", "2602.06036", DFlash2ForCausalLM, DFlash2Config, DFLASH_RECIPE),
     Family("dspark", "DSpark", "2607.05147", DFlashForCausalLM, DFlashConfig.dspark, DSPARK_RECIPE),
     Family(
         "gemma4-assistant",

@@ -41,6 +41,21 @@ def test_two_drafting_steps(name, tmp_path):
                 token = given[out + along][:, slot : slot + 1]
 
 
+@torch.no_grad()
+def test_candidates_are_as_likely_together_as_the_slot_says(tmp_path):
+    """A tree goes on below a guess by what the whole vocabulary leaves for it, not by the candidates alone."""
+    case = load(STEPS[0])
+    drafter, ids = case.model(tmp_path).drafter, case.tensors["in.input_ids"][:, :6]
+    features = BaseReader.of_texts(golden_base(), drafter.reads).read_texts(ids).features[:, :5]
+    state = drafter.observe(drafter.start(1, 64), features, ids[:, 1:], torch.tensor([5]))
+    block, guesses = drafter.expand(state, ids[:, 5:], ZERO)
+    tokens, chances = guesses.likeliest(drafter.config.selector_top_k)
+    slot = drafter._scores(block.hidden)[0, 0].softmax(-1)
+    torch.testing.assert_close(chances.exp().sum(), slot[tokens[0, 0]].sum())
+    assert chances.exp().sum() < 0.999
+    torch.testing.assert_close(chances.softmax(-1), guesses.top(len(tokens[0, 0]))[1].softmax(-1))
+
+
 @pytest.mark.parametrize("number", [0, 1])
 @torch.no_grad()
 def test_the_original_loop(number, tmp_path):
