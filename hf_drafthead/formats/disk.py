@@ -93,9 +93,10 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
         if len(groups) > 1:
             raise OSError(f"{name!r} holds {len(groups)} files of weights, such as {groups[0][0]!r}: give one of them.")
     if not groups:
-        why = "" if os.path.isdir(name) else f" ({why_missing(name, GROUPS[0][0], hub)})"
+        why = "it has none" if os.path.isdir(name) else why_missing(name, GROUPS[0][0], hub)
+        what = "holds no weights" if why == "it has none" else f"cannot be read ({why})"
         expected = ", ".join(file for group in GROUPS for file in group[:2])
-        raise OSError(f"{name!r} holds no weights{why}: expected one of {expected}, ... or give the file itself.")
+        raise OSError(f"{name!r} {what}: expected one of {expected}, ... or give the file itself.")
     config = fetch_file(name, CONFIG, hub)
     return [_source(name, files, config) for files in groups]
 

@@ -65,6 +65,8 @@ def test_what_is_no_checkpoint_of_another_project(golden_folder, tmp_path):
         convert_checkpoint("./nowhere/at all")
     with refused(OSError, "'...' holds no weights: expected one of medusa_lm_head.safetensors, ..."):
         convert_checkpoint(tmp_path)
+    with refused(OSError, "'org/none' cannot be read (...): expected one of medusa_lm_head.safetensors, ..."):
+        convert_checkpoint("org/none", local_files_only=True)
     save_file({"owl.wing": torch.zeros(2), "owl.beak": torch.zeros(2)}, tmp_path / "model.safetensors")
     known = "'owl.beak', 'owl.wing'; known are FasterDecoding Medusa, ...: give one of these; a base without..."
     with refused(ValueError, f"'...' is of no known layout: it has 2 tensors such as {known}"):
