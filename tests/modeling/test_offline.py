@@ -58,7 +58,7 @@ def test_a_model_of_which_nothing_is_in_the_cache_was_not_looked_up(tmp_path, wa
 @pytest.mark.parametrize("form", ["heads", "theirs"])
 def test_weights_beside_a_config_in_the_cache_were_not_looked_up(tmp_path, models, form):
     cached(tmp_path, "org/medusa", models / form, "config.json")
-    with pytest.raises(OSError, match=f"'org/medusa' holds no .*{NOT_ASKED}"):
+    with pytest.raises(OSError, match=f"'org/medusa' (holds no|cannot be read) .*{NOT_ASKED}"):
         WAYS["from_pretrained" if form == "heads" else "convert"](tmp_path)
 
 
