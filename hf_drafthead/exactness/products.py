@@ -68,8 +68,10 @@ def _cancelling(weight: torch.Tensor, turned: bool, generator: torch.Generator) 
     """A weight [u, -u] of the shape, type and layout of another, (N, K) or, `turned`, (K, N)."""
     out, features = weight.shape[::-1] if turned else weight.shape
     few = torch.randn(min(out, 61), (features + 1) // 2, generator=generator).to(weight)
-    both = torch.cat([few, -few], dim=1)[:, :features].repeat(-(-out // len(few)), 1)[:out]
-    return torch.empty_like(weight).copy_(both.T if turned else both)
+    both, made = torch.cat([few, -few], dim=1)[:, :features], torch.empty_like(weight)
+    for part in (made.T if turned else made).split(len(both)):
+        part.copy_(both[: len(part)])
+    return made
 
 
 @torch.no_grad()
