@@ -95,7 +95,7 @@ class ServerWriter(Writer):
             elif not task.asks:
                 task.messages.pop()  # a question that there is no room for
         except self._openai.APIStatusError as error:
-            what = f"--endpoint, --model {self.server.model!r} and OPENAI_API_KEY"
+            what = f"--endpoint (with its /v1), --model {self.server.model!r} and OPENAI_API_KEY"
             what += ", and whether the server completes raw prompts (/completions)" if task.asks else ""
             why = f"{error.status_code} ({_reason(error)})"
             raise OSError(f"the server at {self.server.url!r} answers {why}: check {what}; {RESUMES}") from error

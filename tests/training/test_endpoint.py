@@ -309,7 +309,7 @@ def test_a_served_model_answers_as_it_does_in_this_process(tmp_path, command):
     with running_server(heads, tmp_path / "log") as url:
         words = ["--data", tmp_path / "data.jsonl", "--output", tmp_path / "there.jsonl", "--max-new-tokens", 8]
         words += ["--prompt-tokens", 5, "--concurrency", 4]
-        assert command("distill", heads, "--endpoint", url, "--model", heads, *words)[0] == 0
+        assert command("distill", heads, "--endpoint", f"{url}/v1", "--model", heads, *words)[0] == 0
     here, there = read(tmp_path / "here.jsonl"), read(tmp_path / "there.jsonl")
     for row in here:
         row.pop("ids", None)

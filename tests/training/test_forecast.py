@@ -159,7 +159,7 @@ def test_several_processes_report_once(place, tmp_path):
         "steps of 4 rows",
         "head 1: first guess right",
         "expected tokens per step of",
-        "the heads",
+        "the heads are in",
     ):
         assert ended.stdout.count(line) == 1, line
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 6
