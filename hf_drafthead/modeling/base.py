@@ -44,6 +44,21 @@ from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_bas
 logger = logging.get_logger(__name__)
 
 
+class TrainsNothing(torch.autograd.Function):
+    """A loss of the base alone, of which a trainer is told when it asks for gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, anything: Tensor) -> Tensor:
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "the model is in eval mode, in which labels give the base's loss, which trains no heads: call .train() on "
+            "it before the training (Lightning leaves a model in the mode that it was given in)."
+        )
+
+
 SAVING = RLock()  # one save at a time replaces files of a folder
 SAVES = {"max_shard_size", "token", "save_peft_format", "save_original_format"}  # arguments of transformers' save
 SAVES |= {"save_function", "safe_serialization", "use_temp_dir"}  # which callers still hand to it
@@ -343,6 +358,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         # Not every base knows every argument: pass on only what was given.
         named = with_cache(cache_argument(self.base.forward) or CACHE, arguments)
         output = self.base(**{name: value for name, value in named.items() if value is not None})
+        if labels is not None and not self.training and torch.is_grad_enabled() and not output.loss.requires_grad:
+            output.loss = TrainsNothing.apply(output.loss, torch.zeros((), requires_grad=True))
         return output
 
     @classmethod
