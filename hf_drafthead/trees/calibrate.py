@@ -172,7 +172,7 @@ def costs_of_trees(model: Any, counted: TreeStatistics, rows: int, captured: boo
         ranks = min(most - 1, draft_vocabulary(model.base, model.drafter))
         trees.append(DraftTree([(rank,) for rank in range(ranks)]))
     by_size = {Size(tree.num_nodes, tree.max_depth): tree for tree in trees}
-    seconds = seconds_in_turn(model, model._base_reader(), rows, by_size, Execution.wanted(model, config))
+    seconds, _ = seconds_in_turn(model, model._base_reader(), rows, by_size, Execution.wanted(model, config))
     alone = max(min(seconds.pop(ALONE)), 1e-9)
     return NodeCosts({size: max(min(each) / alone, 0.01) for size, each in seconds.items()})
 

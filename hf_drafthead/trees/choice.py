@@ -76,15 +76,17 @@ def choose(
     if key.on_cpu and plan.acceptance == "exact" and plan.sizes is None and copies_alone(plan.tree):
         cost = (costs([plan.tree]) or [UNMEASURED])[0]
         return sized(plan, key, NodeCosts({Size(plan.tree.num_nodes, 0): cost}))
-    return plan if plan.sizes is None else sized(plan, key, plan.sizes.costs, plan.sizes.allowance)
+    return plan if plan.sizes is None else sized(plan, key, plan.sizes.costs, plan.sizes.allowance, plan.sizes.watch)
 
 
-def sized(plan: DraftPlan, key: CalibrationKey, costs: NodeCosts, allowance: float = ALLOWANCE) -> DraftPlan:
+def sized(
+    plan: DraftPlan, key: CalibrationKey, costs: NodeCosts, allowance: float = ALLOWANCE, watch: Any = None
+) -> DraftPlan:
     """The plan with as many nodes in each step as pay."""
     exact = plan.acceptance == "exact"  # else the text depends on what is drafted
     reads = exact and key.on_cpu and key.execution == "eager"
     among = trees_by_size(plan.tree, key.execution, exact and not reads)
-    return replace(plan, sizes=SizeRule(plan.tree, costs, reads, among, allowance))
+    return replace(plan, sizes=SizeRule(plan.tree, costs, reads, among, allowance, watch))
 
 
 def of_entry(
@@ -129,12 +131,15 @@ def without_entry(settings: DraftSettings, key: CalibrationKey, limits: Limits, 
     if found:
         takes = f"On this machine a step takes with {plan.tree.num_nodes} nodes as long as {found.whole:.1f} of the "
         takes += f"base's{costs.in_words(plan.tree)}."
+    watch = costs.contradict if found and key.on_cpu else None
     why, found = f"{why}. {takes}", found or unmeasured(plan.tree)
     if auto or found.pays(MOST):
-        plan = sized(replace(plan, why=why), key, found) if several else replace(plan, why=why)
+        plan = replace(plan, why=why)
+        plan = sized(plan, key, found, watch=watch) if several else plan
         pays = ", as many as pay on the text" if several else ""
         _tell(key, plan, f"{why} {plan.tree.num_nodes} nodes are drafted{pays}; {advice}")
         return plan
+    costs.doubt()
     # steps that are not eager take less, with the root alone, than the base's own decoding
     eager = key.execution == "eager"
     instead = "the base decodes by itself" if eager else f"steps are {key.execution} all the same"

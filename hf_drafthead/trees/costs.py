@@ -1,7 +1,7 @@
 """What a step costs on this machine, in steps of the base: measured between calls, kept in a file, and read by calls.
 
 Steps are taken in turn with those of the root alone. Of each the shortest time counts: whatever else the machine does
-can only make a step longer.
+can only make a step longer. What a product of that shape excludes is not kept.
 """
 
 from __future__ import annotations
@@ -36,16 +36,24 @@ from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.tree import DraftTree, LookupTree, Tree
 from hf_drafthead.trees import cost_file
 from hf_drafthead.trees.entries import CalibrationKey
-from hf_drafthead.trees.timing import wait
+from hf_drafthead.trees.timing import product_seconds, wait
 
 logger = logging.get_logger(__name__)
 
 ROUNDS, FEW_ROUNDS = 12, 4  # of steps, of which the shortest times count; where steps are long, a few
 BUDGET, UNNOTICED = 6.0, 0.5  # steps of the base, and seconds, after which no further round is begun
 PROMPT = 4  # tokens of the text that is measured on
-DAY, MINUTES = 86_400, 600  # seconds after which costs are measured again; where that failed
+SLACK = 2.0  # times as much more than one node as a product over as many tokens, that a forward may cost
+# seconds after which costs are measured again; where that failed or nothing pays; where a call contradicts them
+DAY, MINUTES, MINUTE = 86_400, 600, 60
+CONTRADICTED = 1.5  # times as long, or as short, as known, that steps of a call have taken
 ALONE = DraftTree.root_alone()
 _MEASURING = threading.Lock()
+_DOUBTED: dict[str, float] = {}  # situations, and the seconds after which their costs are measured again
+
+
+class ImpossibleCost(ValueError):
+    """A machine that measures this does something else meanwhile."""
 
 
 class StepCosts:
@@ -76,6 +84,7 @@ class StepCosts:
                     if measured is None:
                         return None
                     cost_file.keep(self.situation, measured)
+                    _DOUBTED.pop(self.situation, None)
         known = cost_file.of_situation(self.situation)
         return None if any(len(known[name]) == 1 for name in steps) else [known[name][0] for name in steps]
 
@@ -87,11 +96,20 @@ class StepCosts:
         day = time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
         return f" (measured {day}, half of the times at most {cost[1]:.1f} as long; kept in {str(cost_file.FILE)!r})"
 
+    def doubt(self, seconds: float = MINUTES) -> None:
+        """Have costs measured again by a later call, once they are so old."""
+        _DOUBTED[self.situation] = min(seconds, _DOUBTED.get(self.situation, seconds))
+
+    def contradict(self, longer: float) -> None:
+        """Take in how many times as long as is known steps of a call have taken."""
+        if not 1 / CONTRADICTED < longer < CONTRADICTED:
+            self.doubt(MINUTE)
+
     def _outdated(self, steps: Iterable[str]) -> bool:
         known, now = cost_file.of_situation(self.situation), time.time()
         for name in steps:
             *cost, when = known.get(name, [-math.inf])
-            if not 0 <= now - when < (DAY if cost else MINUTES):
+            if not 0 <= now - when < min(DAY if cost else MINUTES, _DOUBTED.get(self.situation, DAY)):
                 return True
         return False
 
@@ -100,18 +118,35 @@ class StepCosts:
         """Cost and spread of each step; nothing of each where they cannot be told, None where not now."""
         trees = {name_of(ALONE): ALONE, **steps}
         try:
-            seconds = seconds_in_turn(self.model, self.reader, self.rows, trees, self.execution)
-            least = {name: max(min(each), 1e-9) for name, each in seconds.items()}
-            alone = least[name_of(ALONE)]
-            found = {name: (least[name] / alone, statistics.median(seconds[name]) / least[name]) for name in steps}
-            # within limits, for a clock may be put back
-            return {name: tuple(round(min(max(ratio, 0.01), 1e3), 3) for ratio in each) for name, each in found.items()}
+            seconds, verifying = seconds_in_turn(self.model, self.reader, self.rows, trees, self.execution)
+            least = {name: min(each) for name, each in seconds.items()}
+            self._check(least, {name: min(each) for name, each in verifying.items()}, steps)
+            costs = {name: round(max(each / least[name_of(ALONE)], 0.01), 3) for name, each in least.items()}
+            return {name: (costs[name], round(statistics.median(seconds[name]) / least[name], 3)) for name in steps}
         except NotCaptured:  # another call compiles, and eager costs are not those of later calls
             return None
         except Exception as error:
             reason = cost_file.in_one_line(error)
             logger.warning_once(f"What a step costs here could not be measured: {reason}")
             return dict.fromkeys(steps, ())
+
+    def _check(self, seconds: Mapping[str, float], verifying: Mapping[str, float], steps: Mapping[str, Tree]) -> None:
+        """Compare forwards with products over as many tokens, which take most of their time."""
+        base, alone = self.reader.base, name_of(ALONE)
+        products = product_seconds(base, sorted({self.rows, *(self.rows * tree.num_nodes for tree in steps.values())}))
+        # a token of its own may need experts, or a state, of its own
+        apart = bool(self.reader.mixers) or any("expert" in name for name, _ in base.named_modules())
+        for name, tree in steps.items():
+            tokens, more = self.rows * tree.num_nodes, tree.num_nodes
+            product = products[tokens] / products[self.rows]
+            forward = verifying[name] / max(verifying[alone], 1e-9)
+            cost = seconds[name] / max(seconds[alone], 1e-9)
+            possible = 0 < seconds[alone] < math.inf and 0 < cost <= more + tree.max_depth
+            if not possible or forward > max(SLACK * product, more if apart else 1.0):
+                raise ImpossibleCost(
+                    f"over {tokens} token(s) a step took {cost:.1f} times as long as over {self.rows}, its forward "
+                    f"{forward:.1f} times, and a product {product:.1f}: other programs use this machine"
+                )
 
 
 def seconds_in_turn(
@@ -120,13 +155,15 @@ def seconds_in_turn(
     rows: int,
     trees: Mapping[Any, Tree],
     execution: Execution,
-) -> dict[Any, list[float]]:
-    """Seconds of steps with some trees, of which the first is the root alone, in turn, of a short text each.
+) -> tuple[dict[Any, list[float]], dict[Any, list[float]]]:
+    """Seconds of steps with some trees, of which the first is the root alone, in turn, of a short text each; and of
+    their forwards, where these are timed.
 
     Raises:
         NotCaptured: another call compiles meanwhile.
     """
     seconds: dict[Any, list[float]] = defaultdict(list)
+    verifying: dict[Any, list[float]] = defaultdict(list)
     device = reader.base.device
     with torch.no_grad(), contextlib.ExitStack() as calls:
         takes = {name: _begun(model, reader, rows, tree, execution, calls) for name, tree in trees.items()}
@@ -141,12 +178,13 @@ def seconds_in_turn(
         for turn in range(ROUNDS):
             for name, take in takes.items():
                 start = _now(device)
-                take()
+                stages = take()
                 seconds[name].append(_now(device) - start)
+                verifying[name].append(stages.get("verify", math.nan))
             enough = max(BUDGET * min(seconds[next(iter(trees))]), UNNOTICED)
             if turn + 1 >= FEW_ROUNDS and time.perf_counter() - begin > enough:
                 break
-    return seconds
+    return seconds, verifying
 
 
 def _now(device: torch.device) -> float:
@@ -157,21 +195,23 @@ def _now(device: torch.device) -> float:
 
 def _begun(
     model: Any, reader: BaseReader, rows: int, tree: Tree, execution: Execution, calls: contextlib.ExitStack
-) -> Callable[[], None]:
-    """What takes a step of a text; NotCaptured: steps that are to be compiled are not."""
+) -> Callable[[], dict[str, float]]:
+    """What takes a step of a text, and returns the seconds of its stages where they are timed; NotCaptured: steps
+    that are to be compiled are not."""
     prompt = probe_tokens(reader.base)[None, :PROMPT].expand(rows, -1)
     ends = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 1 + (ROUNDS + 1) * (tree.max_depth + 1))])
     rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), rows, PROMPT, prompt.device, samples=False)
     inputs = {"attention_mask": torch.ones_like(prompt), CACHE: DynamicCache()}
     member = prefill(reader, model.drafter, DraftPlan(tree), prompt, rules, inputs, None)
-    batch = calls.enter_context(contextlib.closing(Batch.of_one(model, member, execution)))
+    batch = calls.enter_context(contextlib.closing(Batch.of_one(model, member, execution, execution.name == "eager")))
     runner: Any = batch.runner
 
-    def take() -> None:
-        batch.step()
+    def take() -> dict[str, float]:
+        seconds = {name: each for record in batch.step() for name, each in record.seconds.items()}
         if runner.execution.name != execution.name:
             refused: set[Any] = runner.programs.refused
             raise NotCaptured("", lasting=any(key[3] == tree for key in refused))
+        return seconds
 
     return take
 

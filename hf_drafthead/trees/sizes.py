@@ -3,7 +3,8 @@
 The drafter's own probabilities say how likely a node is to be on the path that is accepted; levels that are not worth
 their cost are not drafted (SVIP, arXiv 2411.18462). Where these numbers are on a device, for which the host would have
 to wait, the ranks of a node say it, and there are few sizes, which exist as programs. What was accepted in the last
-steps corrects both. Only tokens, scores and costs decide, and never the clock.
+steps corrects both. Only tokens, scores and costs decide, and never the clock, by which a call merely tells later ones
+that costs are no longer what they were.
 
 Shapes: B rows, M nodes that were guessed (root included), n nodes of a level, k guesses of each.
 """
@@ -14,8 +15,9 @@ import itertools
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ ALLOWANCE, LOSS_SHARE = 1.0, 0.01  # steps of the base, and share of a call's, t
 MOST_LEFT = 4.0  # of what drafting has gained that it may lose again
 KEPT = 0.97  # of what is known of earlier steps, in each step; the rest is as usual
 PRIOR, RIGHT = 4.0, 0.6  # guesses that count as usual; how often one of a node's is right
+TIMED = 4  # steps in a call with guesses, and without, before their times say something
 PER_RANK = -0.7  # about the logarithm of how likely a guess is, for each rank from 1 on
 
 
@@ -84,7 +87,7 @@ class SizeRule:
 
     tree: the largest; costs: of steps here; reads: whether the drafter's probabilities are at hand; among: where they
     are not, the trees to choose among, with those of their guesses; allowance: steps of the base that drafting may cost
-    the call, beside `LOSS_SHARE` of its steps.
+    the call, beside `LOSS_SHARE` of its steps; watch: is told how many times as long as known steps have taken.
     """
 
     tree: Tree
@@ -92,6 +95,7 @@ class SizeRule:
     reads: bool
     among: Sequence[tuple[DraftTree, Tree]]
     allowance: float = ALLOWANCE
+    watch: Callable[[float], object] | None = None
 
     def begin(self, shared: bool) -> Sizes:
         """The sizes of a call, or of several that share a batch."""
@@ -141,6 +145,8 @@ class Sizes:
         self.tries = PRIOR / RIGHT
         self.noted = 0  # steps whose outcome is known
         self.steps: deque[Any] = deque()  # those that were begun since
+        self.timed: tuple[Weighed, float] | None = None  # the last step, and when it began
+        self.seconds: tuple[list[float], list[float]] = [], []  # of the root alone: of steps without guesses, and with
 
     def tree(self, rule: SizeRule, state: DecodingState, drafts: bool = True) -> Tree:
         """The tree of the next step; where its nodes can be weighed while it is drafted, `state.pays` does it.
@@ -152,6 +158,8 @@ class Sizes:
         if state.steps != self.noted and self.steps:
             self._note(self.steps.popleft(), state)
         self.noted = state.steps
+        if rule.watch is not None and min(map(len, self.seconds)) < TIMED:  # a call is judged once
+            self._time(rule.watch)
         self.left = min(self.left + LOSS_SHARE, MOST_LEFT)
         self.hits, self.mass = (PRIOR + KEPT * (known - PRIOR) for known in (self.hits, self.mass))
         self.tries = PRIOR / RIGHT + KEPT * (self.tries - PRIOR / RIGHT)
@@ -161,7 +169,15 @@ class Sizes:
             tree = rule.tree if rule.reads else step.by_ranks()
             state.pays = step if rule.reads else None
         self.steps.append(step)
+        self.timed = step, perf_counter()
         return tree
+
+    def _time(self, watch: Callable[[float], object]) -> None:
+        if self.timed is not None:
+            step, begun = self.timed
+            self.seconds[step.levels > 0].append((perf_counter() - begun) / step.cost)
+        if min(map(len, self.seconds)) == TIMED:
+            watch(min(self.seconds[True]) / max(min(self.seconds[False]), 1e-9))
 
     def _note(self, step: Weighed, state: DecodingState) -> None:
         """Take in what a step has emitted."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+LARGE = 4096  # most rows and columns of the weight of a product
+PRODUCT = 1 << 24  # numbers that are multiplied with a token before the clock is looked at, or the weight's
 
 
 def time_interleaved(
@@ -58,6 +62,22 @@ class StepClock:
         times = self.times[prompts:]
         seconds = [after - before for before, after in itertools.pairwise(times)]
         return statistics.median(seconds or [0.0]), sum(seconds), len(seconds)
+
+
+def product_seconds(base: Any, tokens: Sequence[int]) -> dict[int, float]:
+    """Seconds of a product over so many tokens each, the shortest, with a weight as large as a base's, where it is."""
+    config = base.config.get_text_config(decoder=True)
+    sizes = min(4 * config.hidden_size, LARGE), min(config.hidden_size, LARGE)
+    weight = torch.randn(sizes, generator=torch.Generator().manual_seed(0)).to(base.device, base.dtype)
+    times = min(max(PRODUCT // (weight.numel() * max(tokens)), 1), 20)
+
+    def product(rows: torch.Tensor) -> None:
+        for _ in range(times):
+            torch.nn.functional.linear(rows, weight)
+
+    runs = {count: functools.partial(product, weight.new_ones(count, sizes[1])) for count in tokens}
+    _, seconds = time_interleaved(runs, 5, base.device)
+    return {count: min(each) / times for count, each in seconds.items()}
 
 
 def wait(device: torch.device) -> None:

@@ -19,6 +19,12 @@ class Costs:
     def in_words(self, tree):
         return ""
 
+    def contradict(self, longer):
+        pass
+
+    def doubt(self):
+        pass
+
 
 ONE = Costs(1.0)
 

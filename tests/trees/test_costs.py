@@ -15,6 +15,7 @@ from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation import programs
 from hf_drafthead.generation.programs import PROGRAMS, Programs
 from hf_drafthead.generation.runner import Execution, Runner
+from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree
 from hf_drafthead.trees import cost_file, costs, entries
 from hf_drafthead.trees.choice import SMALL_TREE
@@ -37,6 +38,9 @@ def fresh(monkeypatch, tmp_path):
     """Costs are measured, and kept in a file of the test's own."""
     monkeypatch.setattr(StepCosts, "__call__", MEASURE)
     monkeypatch.setattr(StepCosts, "situation", SITUATION)
+    # whatever a busy machine measures is possible
+    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {min(tokens): 1.0})
+    monkeypatch.setattr(costs, "_DOUBTED", {})
     new_process(monkeypatch, tmp_path / "folder" / "costs.json")
     return cost_file.FILE
 
@@ -127,6 +131,7 @@ def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name,
 
     monkeypatch.setattr(Runner, "step", step)
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
+    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {rows: 1.0})
     model = family(name)
     found = costs_of(model, rows)([*TREES, LookupTree(DraftTree.root_alone(), 4, 3, 67)])
     assert found == [4.0, 2.0, 5.0]
@@ -238,6 +243,45 @@ def test_costs_are_measured_again_after_a_day_and_where_measuring_failed_sooner(
     assert of(TREES[:1]) == [9.0] and len(measured) == 4
 
 
+def test_a_cost_that_a_call_contradicts_is_measured_again_between_calls_and_one_for_which_nothing_pays(monkeypatch):
+    model, cost = family("medusa"), [3.0]
+    of, measured = costs_of(model), counted_measurements(monkeypatch, cost)
+    at(monkeypatch, 0)
+    assert of(TREES[:1]) == [3.0]
+    cost[0] = 1.2
+    at(monkeypatch, 61)
+    of.contradict(1.4)  # is no contradiction
+    assert of(TREES[:1]) == [3.0]
+    of.contradict(1.6)
+    assert of(TREES[:1]) == of(TREES[:1]) == [1.2] and len(measured) == 2
+    of.doubt()
+    at(monkeypatch, 660)
+    assert of(TREES[:1]) == [1.2] and len(measured) == 2
+    at(monkeypatch, 662)
+    assert of(TREES[:1]) == [1.2] and len(measured) == 3
+
+
+def forwards_that_take(monkeypatch, seconds):
+    """The forward of a step takes what `seconds` says of the nodes, and nothing else takes any time."""
+    taken, now = Step.__call__, itertools.count()
+
+    def step(self, state, stages=None):
+        outcome = taken(self, state, stages)
+        return outcome._replace(seconds={"verify": seconds(self.num_nodes)})
+
+    monkeypatch.setattr(Step, "__call__", step)
+    monkeypatch.setattr(costs, "thread_time", lambda: next(now) / 100)
+
+
+@pytest.mark.parametrize("nodes, kept", [(4.0, False), (2.4, True), (float("nan"), True)])
+def test_what_no_machine_can_be_is_not_kept(nodes, kept, monkeypatch, notices):
+    """A forward over four tokens is no more than twice as long as a product over them, over one."""
+    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: {count: 1.0 + count / 10 for count in tokens})
+    forwards_that_take(monkeypatch, {1: 1.0, 4: nodes}.get)
+    assert (costs_of(family("medusa"))(TREES[:1]) is not None) == kept
+    assert kept or any("a product 1.3: other programs use this machine" in line for line in notices)
+
+
 def test_a_base_that_compiles_itself_is_compiled_before_it_is_timed(monkeypatch):
     model, now, shapes = family("medusa"), [0.0], set()
 
@@ -246,6 +290,7 @@ def test_a_base_that_compiles_itself_is_compiled_before_it_is_timed(monkeypatch)
         shapes.add(kwargs["input_ids"].shape)
 
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
+    monkeypatch.setattr(StepCosts, "_check", lambda *given: None)
     model.base.model.register_forward_pre_hook(forward, with_kwargs=True)
     assert costs_of(model)(TREES) == [1.0, 1.0]
 
@@ -311,6 +356,7 @@ def of_programs(model, trees, rows=1):
 def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, monkeypatch):
     model = hf_drafthead.from_base(tiny_base("llama-gqa")) if name == "copies" else family(name)
     monkeypatch.setattr(costs, "thread_time", itertools.count().__next__)  # nothing costs more than the root alone
+    monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1.0))
     found = drafted(model, compile_config=TRACED)
     made = len(PROGRAMS[model].compiled)
     assert any("compiled steps" in situation for situation in stored()) and set(found[0]) != {1}

@@ -16,6 +16,7 @@ from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree
 from hf_drafthead.trees import costs, entries
+from hf_drafthead.trees import sizes as sizing
 from hf_drafthead.trees.choice import UNMEASURED
 from hf_drafthead.trees.entries import CalibrationKey
 from hf_drafthead.trees.grow import Size
@@ -214,6 +215,28 @@ def test_drafting_never_loses_more_than_it_may(cost, reads, seed):
         state.lengths[0] += emitted
         assert gained >= -(ALLOWANCE + LOSS_SHARE * steps) - 1e-9
     assert tried > 1
+
+
+@pytest.mark.parametrize("reads", [True, False], ids=["eager", "programs"])
+def test_a_call_tells_once_what_its_steps_have_cost(reads, monkeypatch):
+    """Half of what is known, which a bad minute has measured."""
+    now, told, tree = [0.0], [], DraftTree(PATHS)
+    monkeypatch.setattr(sizing, "perf_counter", lambda: now[0])
+    among = trees_by_size(tree, "eager" if reads else "recorded")
+    sizes = (rule := SizeRule(tree, NodeCosts({Size(9, 3): 1.5}), reads, among, watch=told.append)).begin(False)
+    state = SimpleNamespace(steps=0, lengths=[5], ends=[None], counted=[], walked=[], pays=None)
+    for steps in range(1, 400):
+        state.pays = None
+        sizes.tree(rule, state)
+        step = sizes.steps[-1]
+        if state.pays:
+            step.goes_on(tree.levels()[0], torch.full((1, 1, tree.levels()[0].width), 0.3).log())
+            parents = tree.topology().parents[:, : step.size(step.value, 4)]
+            step.keep(parents, step.value[:, : parents.shape[1]])
+        now[0] += step.cost / 2 if step.levels else 1.0
+        state.steps, state.counted, state.walked = steps, [1], [[0]]
+        state.lengths[0] += 1
+    assert told == [pytest.approx(0.5)]
 
 
 def test_of_programs_few_sizes_are_chosen_by_what_was_accepted():
