@@ -51,13 +51,15 @@ def stored() -> Costs:
 
 
 def of_situation(situation: str) -> dict[str, list[float]]:
-    """What is known of a situation."""
-    return {**_UNWRITTEN.get(situation, {}), **stored().get(situation, {})}
+    """What is known of a situation: what the file holds, but for what this process has measured since."""
+    known, now = stored().get(situation, {}), time.time()
+    own = _UNWRITTEN.get(situation, {}).items()
+    return known | {name: times for name, times in own if not times[-1] < known.get(name, times)[-1] <= now}
 
 
-def keep(situation: str, measured: Mapping[str, Sequence[float]]) -> None:
+def keep(situation: str, measured: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     """Write costs in the place of older ones: cost and spread by what a step does, nothing where they cannot be
-    measured."""
+    measured. Returns what is known of the situation then."""
     now = time.time()
     known = of_situation(situation) | {name: [*values, now] for name, values in measured.items()}
     try:
@@ -75,6 +77,7 @@ def keep(situation: str, measured: Mapping[str, Sequence[float]]) -> None:
             "next process."
         )
     _UNWRITTEN[situation] = known  # also for a file that cannot be read again
+    return known
 
 
 def clear() -> int:

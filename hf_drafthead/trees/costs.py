@@ -77,15 +77,16 @@ class StepCosts:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             return None  # processes that must stay in step would measure, and decide, each for itself
         steps = {name_of(tree): tree for tree in trees}
-        if self._outdated(steps):
+        known = cost_file.of_situation(self.situation)  # which another process may remove meanwhile
+        if self._outdated(known, steps):
             with _MEASURING:
-                if self._outdated(steps):  # and no other thread has measured meanwhile
+                known = cost_file.of_situation(self.situation)
+                if self._outdated(known, steps):  # and no other thread has measured meanwhile
                     measured = self._measured(steps)
                     if measured is None:
                         return None
-                    cost_file.keep(self.situation, measured)
+                    known = cost_file.keep(self.situation, measured)
                     _DOUBTED.pop(self.situation, None)
-        known = cost_file.of_situation(self.situation)
         return None if any(len(known[name]) == 1 for name in steps) else [known[name][0] for name in steps]
 
     def in_words(self, tree: Tree) -> str:
@@ -105,8 +106,8 @@ class StepCosts:
         if not 1 / CONTRADICTED < longer < CONTRADICTED:
             self.doubt(MINUTE)
 
-    def _outdated(self, steps: Iterable[str]) -> bool:
-        known, now = cost_file.of_situation(self.situation), time.time()
+    def _outdated(self, known: Mapping[str, list[float]], steps: Iterable[str]) -> bool:
+        now = time.time()
         for name in steps:
             *cost, when = known.get(name, [-math.inf])
             if not 0 <= now - when < min(DAY if cost else MINUTES, _DOUBTED.get(self.situation, DAY)):

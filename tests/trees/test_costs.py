@@ -190,6 +190,30 @@ def test_a_file_that_cannot_be_written_costs_one_line_and_the_process_remembers(
     assert len([line for line in notices if "cannot be written" in line]) == 1
 
 
+@pytest.mark.parametrize("hours", [-48, 48], ids=["outdated", "of a clock that was wrong"])
+def test_what_the_file_cannot_take_counts_more_than_what_it_holds(hours, monkeypatch):
+    def refuse(source, target):
+        raise PermissionError("read-only")
+
+    rounds = counted_measurements(monkeypatch, [1.5])
+    step = costs_of(family("medusa"))
+    at(monkeypatch, 3600 * hours)
+    step(TREES)
+    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
+    monkeypatch.setattr(cost_file.os, "replace", refuse)
+    at(monkeypatch, 0)
+    rounds.clear()
+    assert step(TREES) == step(TREES) == [1.5, 1.5] and len(rounds) == 1
+
+
+def test_a_file_that_another_process_removes_meanwhile_was_read(monkeypatch, fresh):
+    step, outdated = costs_of(family("medusa")), StepCosts._outdated
+    expected = step(TREES)
+    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
+    monkeypatch.setattr(StepCosts, "_outdated", lambda *given: (outdated(*given), fresh.unlink())[0])
+    assert step(TREES) == expected and not fresh.exists()
+
+
 def at(monkeypatch, seconds):
     """It is so many seconds after some day."""
     monkeypatch.setattr(cost_file.time, "time", lambda: 10.0**9 + seconds)
