@@ -16,6 +16,7 @@ from hf_drafthead.serving.requests import CHAT, COMPLETIONS, RESPONSES, Object, 
 from hf_drafthead.serving.served import Prompt, Served, StopText, TokenScores, listed
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+COLD = 1e-6  # up to this temperature the likeliest token is taken: scores that are divided by less may be infinite
 # What would make an answer something else than one text.
 FIXED = {"num_return_sequences": 1, "return_dict_in_generate": False, "max_length": None, "stop_strings": None}
 FIXED |= dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), False)
@@ -67,7 +68,7 @@ class Choice:
         most = most or min(config.max_new_tokens or self.call.default or left, left)
         config.update(**FIXED, eos_token_id=self.ends or None, max_new_tokens=most)
         if not body.keys().isdisjoint((*SAMPLING, "seed")) or body.get("n", 1) > 1:
-            config.do_sample = body.get("temperature", 1) > 0
+            config.do_sample = body.get("temperature", 1) > COLD
         named = ("repetition_penalty", *(SAMPLING if config.do_sample else ()))
         config.update(**{name: body[name] for name in named if name in body})
         if given := body.get("logit_bias"):

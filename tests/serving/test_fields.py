@@ -48,6 +48,7 @@ def test_a_temperature_samples_as_the_base_does_with_this_seed(settings, writer,
 def test_without_a_word_the_base_decodes_as_it_says(writer, model):
     greedy = of_base(model, writer.served.tokenizer, {"do_sample": False})
     assert text(writer, temperature=None) == text(writer) == text(writer, seed=4) == greedy
+    assert text(writer, temperature=1e-300, seed=4) == greedy, "scores that are divided by it are infinite"
     assert len({text(writer, temperature=None, seed=seed) for seed in range(4)}) > 1, "a seed is of sampling"
 
 
@@ -227,6 +228,12 @@ def test_a_body_that_is_no_request_is_refused(body, writer):
     for path in ("completions", "chat/completions", "responses"):
         answer = writer.post(f"/v1/{path}", content=body)
         assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
+
+
+def test_metadata_that_no_answer_can_repeat_is_refused(writer):
+    body = '{"input": "hi", "max_output_tokens": 1, "metadata": {"a": NaN}}'
+    answer = writer.post("/v1/responses", content=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata.a"
 
 
 def test_usage_says_what_was_drafted(writer):
