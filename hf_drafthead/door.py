@@ -12,6 +12,7 @@ from transformers.utils import logging
 from hf_drafthead.exactness import exact as make_exact
 from hf_drafthead.formats.convert import convert_checkpoint
 from hf_drafthead.formats.disk import CONFIG, ENDINGS, GROUPS
+from hf_drafthead.formats.eagle3 import WRITTEN_FOR
 from hf_drafthead.formats.export import export_checkpoint
 from hf_drafthead.formats.gguf import ARCHITECTURES, DRAFTERS, gguf_says
 from hf_drafthead.formats.layout import KIND
@@ -197,7 +198,8 @@ def _alone(place: str, found: Found, arguments: dict[str, Any]) -> DraftHeadPreT
 class Start:
     """Trained heads that are trained further: where they lie here, their base and family, and how they go back.
 
-    targets: of `export_checkpoint`, those that write the layout in which they were found; None for heads of here.
+    targets: of `export_checkpoint`, those that write the layout in which they were found, that of the engine that they
+        were written for first; None for heads of here.
     """
 
     folder: str
@@ -247,11 +249,13 @@ def start_from(name: str, folder: str, base: str | None = None, options: dict[st
             parts = (locate_base(config, name), config.base_subfolder, config.base_gguf_file)
             base = "/".join(part for part in parts if part)
         return Start(name, base, config.family)
-    layout = find(name, {})[1]
+    source, layout = find(name, {})
+    engine = source.config.get(WRITTEN_FOR, "sglang" if "Eagle" in str(source.config.get("architectures")) else "")
     known = layout.family.config_class.heads_fields()
     fields = {key: (options or {}).pop(key) for key in known & set(options or {})}
     if not ready:
         for note in convert_checkpoint(name, folder, base_model=base, fields=fields).notes:
             logger.warning_once(f"{name!r}: {note}")
     config = read_heads_config(folder)
-    return Start(folder, base or config.base_model_name_or_path, config.family, layout.targets)
+    targets = sorted(layout.targets, key=lambda target: target != engine)
+    return Start(folder, base or config.base_model_name_or_path, config.family, tuple(targets))

@@ -24,6 +24,7 @@ from hf_drafthead.modeling import (
     MtpForCausalLM,
     PEagleForCausalLM,
 )
+from hf_drafthead.modeling.files import edit_json
 from tests import base_table
 from tests.bases import tiny_base
 from tests.families import Family
@@ -371,6 +372,17 @@ def test_published_heads_are_trained_further_and_written_back(name, target, base
     assert start_from(str(folder), str(tmp_path / "new-start"), str(base)) == start  # as a second run finds it
     with pytest.raises(ValueError, match="is a base .* without modules of its own: give --base and --family"):
         start_from(str(base), str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    "name, target", [("eagle3", "eagle3"), ("eagle3", "sglang"), ("eagle3", "vllm"), ("eagle", "sglang")]
+)
+def test_heads_go_back_to_the_engine_that_they_were_written_for(name, target, tmp_path):
+    export_checkpoint(zoo.path(name), tmp_path / "theirs", target)
+    if target == "sglang":  # as others write it
+        edit_json(tmp_path / "theirs" / "config.json", hf_drafthead_export=None)
+    start = start_from(str(tmp_path / "theirs"), str(tmp_path / "new"), zoo.path("base"))
+    assert start.write_back(tmp_path / "new").startswith(f"in the layout that they were found in (--to {target}): ")
 
 
 def test_heads_of_this_library_are_trained_further_on_the_base_that_lies_where_they_say(tmp_path):
