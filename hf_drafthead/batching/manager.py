@@ -371,6 +371,7 @@ class Manager:
 
     def _leave(self) -> None:
         """Before the interpreter ends: a thread in the middle of torch would abort the process."""
+        self._pausing = None  # a pause that was not left ends here
         self.stop(timeout=LAST_STEP, hard_stop=True)
 
     def _run(self, inference: bool) -> None:

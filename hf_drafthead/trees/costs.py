@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import os
 import statistics
 import threading
 import time
@@ -49,6 +50,8 @@ DAY, MINUTES, MINUTE = 86_400, 600, 60
 CONTRADICTED = 1.5  # times as long, or as short, as known, that steps of a call have taken
 ALONE = DraftTree.root_alone()
 _MEASURING = threading.Lock()
+if hasattr(os, "register_at_fork"):  # nobody measures in a process that was forked meanwhile
+    os.register_at_fork(after_in_child=_MEASURING._at_fork_reinit)  # type: ignore[attr-defined]
 _DOUBTED: dict[str, float] = {}  # situations, and the seconds after which their costs are measured again
 
 

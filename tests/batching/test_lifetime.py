@@ -112,6 +112,13 @@ def test_a_process_does_not_wait_long_for_a_thread_that_is_held(guessing, manage
     assert final(manager, name).error == "RuntimeError: the manager was stopped before this request was finished"
 
 
+def test_a_process_that_ends_within_a_pause_ends_the_thread(guessing, managed):
+    manager = managed(guessing)
+    with manager.pause():
+        manager._leave()
+        assert not manager.is_running()
+
+
 def test_several_sequences_of_a_prompt_with_a_seed_differ(guessing):
     wanted = {"max_new_tokens": 12, "do_sample": True, "eos_token_id": None}
     results = guessing.generate_batch([[3, 4]], settings(**wanted), num_return_sequences=3, seed=5, slots=2)

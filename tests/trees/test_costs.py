@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import threading
 
@@ -351,6 +352,13 @@ def test_threads_measure_once(monkeypatch):
     for thread in threads:
         thread.join()
     assert len(counted) == 1 and len(found) == 6 and all(each == found[0] for each in found)
+
+
+def test_a_process_that_is_forked_while_costs_are_measured_does_not_wait_for_that():
+    with costs._MEASURING:
+        if not (child := os.fork()):
+            os._exit(not costs._MEASURING.acquire(timeout=5))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_where_costs_cannot_be_measured_a_call_drafts_all_the_same(monkeypatch, notices):
