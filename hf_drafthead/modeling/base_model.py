@@ -322,6 +322,12 @@ def _print(tensor: Any, sampled: bool = True) -> tuple[Any, ...]:
     return form, writes, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
 
 
+def _place_in_memory(tensor: Tensor) -> Any:
+    """What is the same of tensors that are tied."""
+    ordinary = type(tensor) in (Tensor, nn.Parameter)
+    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if ordinary else id(tensor)
+
+
 def _same(before: Tensor, now: Tensor) -> bool:
     """Whether values are what they were, converted to the type that they have now."""
     before = before.to(now.dtype)
@@ -345,15 +351,17 @@ def change_of_base(
         fields, _ = PreTrainedConfig.get_config_dict(name, **_place_of(config))
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
-    rest = {**own, **given}
+    rest, alike = {**own, **given}, set[Any]()
     for file in _files_of(base, config):
         with safe_open(file, framework="pt") as stored:
             for key in set(stored.keys()) & set(rest):
                 if (same := _same_as(stored.get_slice(key), rest[key].detach())) is False:
                     return f"{key} has another shape or other values than in {name!r}"
                 if same:
-                    del rest[key]
+                    alike.add(_place_in_memory(rest.pop(key)))
     for key, tensor in rest.items():
+        if _place_in_memory(tensor) in alike:  # an lm_head that is the embeddings, of which files hold one
+            continue
         if key in given and (key not in own or not torch.equal(tensor, own[key])):
             return f"{key} is another"
         (form, writes, values), (form_now, writes_now, now) = as_loaded[key], _print(own[key])

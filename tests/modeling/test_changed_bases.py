@@ -91,8 +91,15 @@ def test_a_base_in_another_dtype_is_named_and_has_its_weights_in_that_dtype(name
 @pytest.mark.parametrize(
     "twin", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
-def test_a_copied_model_names_its_base(named, twin):
-    assert twin(MedusaForCausalLM.from_base(named)).base_change() is None
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copied_model_names_its_base(tmp_path, tied, twin):
+    """Also where its embeddings are its lm_head, of which files hold one."""
+    tiny_base("llama-gqa", tie_word_embeddings=tied).save_pretrained(tmp_path / "named")
+    model = twin(MedusaForCausalLM.from_base(tmp_path / "named"))
+    assert model.base_change() is None
+    model.base.set_output_embeddings(copy.deepcopy(model.base.get_output_embeddings()))
+    model.base.get_output_embeddings().weight.data += 3
+    assert model.base_change() is not None
 
 
 def test_one_value_is_seen_that_no_count_of_writes_tells(named, tmp_path):
