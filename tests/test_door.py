@@ -385,6 +385,16 @@ def test_heads_go_back_to_the_engine_that_they_were_written_for(name, target, tm
     assert start.write_back(tmp_path / "new").startswith(f"in the layout that they were found in (--to {target}): ")
 
 
+def test_heads_of_another_family_than_the_one_asked_for_are_not_trained(tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"text": "def f(a, b):\\n    return a + b"}\n' * 8)
+    words = ["train", "--from", zoo.path("eagle"), "--family", "medusa", "--data", str(tmp_path / "data.jsonl")]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*words, "--output", str(tmp_path / "new"), "--dry-run"])
+    assert (
+        ended.value.code == 2 and "holds 'drafthead_eagle' heads, expected drafthead_medusa" in capsys.readouterr().err
+    )
+
+
 def test_heads_of_this_library_are_trained_further_on_the_base_that_lies_where_they_say(tmp_path):
     start = start_from(zoo.path("eagle"), str(tmp_path / "new"))
     assert start.base == str(Path(zoo.path("base")).resolve()) and start.targets is None

@@ -158,7 +158,7 @@ def train(
     said, start = common.parse_options(option or []), None
     if heads is not None and (base is None or family is None or recognize(heads).kind != OURS):
         start = start_from(heads, f"{output_folder}-start", base, said)
-        heads, base, family = start.folder, start.base, start.family
+        heads, base, family = start.folder, start.base, family or start.family
     if base is None or family is None:
         raise ValueError("--base and --family are missing: give both, or --from with trained heads.")
     if chat_template_kwargs:
