@@ -45,7 +45,9 @@ FIELDS: dict[str, dict[str, Any]] = {
     "eagle3.1": {"num_draft_heads": 6},
     "mtp": {"num_draft_heads": 6},
     "dflash": {"num_layers": 3, "sample_from_anchor": True},
+    "dflash2": {"num_layers": 3, "sample_from_anchor": True, "selector_rank": 64},
     "dspark": {"num_layers": 3, "markov_rank": 64},
+    "peagle": {"num_draft_heads": 6},
     "draft-model": {},
 }
 RECIPE: dict[str, Any] = {"recipe": "quick", "next_token_weight": 0.0, "teacher_weight": 1.0}
@@ -54,6 +56,7 @@ DIFFERENT: dict[str, dict[str, Any]] = {
     "hydra++": {"head_decay": 1.0},
     # answers are short: more places that blocks begin at would each be seen many times before the next text
     "dflash": {"num_anchors": 64},
+    "dflash2": {"num_anchors": 64},
     # the L1 distance, DSpark's own, hardly moves a token that is unlikely, as the right ones are in the first steps
     "dspark": {"num_anchors": 64, "distance_weight": 0.0},
 }
