@@ -66,6 +66,9 @@ class Recipe:
 
 FIELDS: dict[str, dict[str, Any]] = {"hydra++": NO_DROPOUT, "eagle3": EAGLE3_FIELDS, "eagle3.1": EAGLE3_FIELDS}
 FIELDS["mtp"] = {"num_draft_heads": EAGLE3_FIELDS["num_draft_heads"]}
+FIELDS["peagle"] = {**EAGLE3_FIELDS, "num_layers": 2}
+BLOCKS = {"num_draft_heads": 5, "num_layers": 2, "sample_from_anchor": True}  # five levels deep, as EAGLE-3's trees are
+FIELDS |= {"dflash": BLOCKS, "dflash2": {**BLOCKS, "selector_rank": 32}, "dspark": {**BLOCKS, "markov_rank": 32}}
 ARGUMENTS: dict[str, dict[str, Any]] = {
     "amphista": AMPHISTA,
     "amphista-alpha": AMPHISTA,
@@ -73,7 +76,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "eagle3": EAGLE3,
     "eagle3.1": EAGLE3,
     "mtp": EAGLE3,
-    "draft-model": DRAFT_MODEL,
+    "peagle": {**EAGLE3, "head_decay": 1.0, "heads_weight": 1.0},
+    **dict.fromkeys(("draft-model", "dflash", "dflash2", "dspark"), DRAFT_MODEL),
 }
 # As many heads each where there are several, with a vocabulary projection of their own, so that the figures compare.
 FAMILIES: dict[str, Recipe] = {
