@@ -129,7 +129,7 @@ def test_places_for_figures_are_ones_that_are_filled(figures):
             assert set(names) <= families
 
 
-TABLES = {"families", "ablations", "norms", "tried", "accuracies", "steps", "trainings"}
+TABLES = {"families", "ablations", "norms", "young", "tried", "accuracies", "steps", "trainings"}
 TABLES |= {"chat-families", "chat-topics", "chat-curve", "chat-bench"}
 
 
