@@ -27,6 +27,7 @@ OWN_CHATS, MOST_CHATS = 2000, 200_000  # to write; where the hours end the writi
 ASSUMED_LENGTH = 256  # tokens of a row that is not written yet
 ANSWER_TOKENS, QUESTION_TOKENS = (32, 64, 128, 256, 512), 96  # at most, of which the first is taken where hours are few
 ROWS, TRIED = 32, 8  # at once, and tokens after which the clock is looked at
+SLOWER = 2  # times as long as the first tokens later ones may take, which have more keys to read
 FILE = "own.jsonl"  # in the folder of the heads
 Progress = Callable[[], None]
 Bar = Callable[[int], AbstractContextManager[Callable[[str], Callable[[], None]]]]
@@ -269,7 +270,7 @@ def fitting_tokens(model: Any, seconds: float) -> int:
     base.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=TRIED, min_new_tokens=TRIED, **ONE_TEXT
     )
-    fitting = seconds * TRIED / (time.perf_counter() - start) - QUESTION_TOKENS
+    fitting = seconds * TRIED / SLOWER / (time.perf_counter() - start) - QUESTION_TOKENS
     return max((tokens for tokens in ANSWER_TOKENS if tokens <= fitting), default=ANSWER_TOKENS[0])
 
 
