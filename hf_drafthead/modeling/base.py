@@ -116,6 +116,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         """
         if kwargs.pop("push_to_hub", False):
             raise TypeError("save_pretrained does not publish: call push_to_hub(...).")
+        if kwargs.pop("include_tokenizer", False):
+            raise TypeError("save_pretrained writes no tokenizer: call tokenizer.save_pretrained(folder).")
         if unknown := sorted(set(kwargs) - SAVES):
             raise TypeError(f"save_pretrained has no argument {unknown[0]}=: leave it out.")
         folder = Path(save_directory)

@@ -225,6 +225,8 @@ def test_arguments_of_transformers_that_would_be_ignored(heads):
         model.save_pretrained(heads, variant="fp16")
     with refused(TypeError, "save_pretrained does not publish: call push_to_hub(...)."):
         model.save_pretrained(heads, push_to_hub=True)
+    with refused(TypeError, "save_pretrained writes no tokenizer: call tokenizer.save_pretrained(folder)."):
+        model.save_pretrained(heads, include_tokenizer=True)
 
 
 def test_a_folder_that_is_a_file(heads):
