@@ -27,7 +27,6 @@ EACH = 10  # steps of a line
 def run(asked: argparse.Namespace, learning: bool) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """All rollouts, and of each step how many tokens its rows took, and in how many steps of a row."""
     model = AutoModelForCausalLM.from_pretrained(zoo.path(asked.heads), dtype=torch.float32)
-    model.generation_config.draft_tree = "mc_sim_7b_63"
     model.base.requires_grad_(True)
     model.drafter.requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
@@ -36,7 +35,7 @@ def run(asked: argparse.Namespace, learning: bool) -> tuple[list[list[int]], lis
     generate_batch = model.generate_batch
 
     def counted(prompts: list[list[int]], *args: Any, **named: Any) -> Any:
-        outputs = generate_batch(prompts, *args, **named)
+        outputs = generate_batch(prompts, *args, **named, draft_tree="mc_sim_7b_63")
         done = [*outputs.values()]
         tokens = sum(len(output.generated_tokens) - 1 for output in done)
         counts.append((tokens, tokens - sum(output.accepted for output in done)))
