@@ -49,6 +49,48 @@ def leave_at(generators: Sequence[torch.Generator], states: Sequence[torch.Tenso
         generator.set_state(state)
 
 
+def where_calls_begin(generators: Sequence[torch.Generator]) -> list[torch.Tensor]:
+    """Where calls of this thread begin: where generators stand, or stood before another thread took them into use."""
+    used = (IN_USE.get(generator) for generator in generators)
+    return [
+        use[1] if use is not None and use[0] != threading.get_ident() else _state_of(generator)
+        for generator, use in zip(generators, used)
+    ]
+
+
+def let_calls_begin_at(generators: Sequence[torch.Generator], states: Sequence[torch.Tensor]) -> None:
+    """Let generators go on from these states, once no other thread uses them."""
+    for generator, state in zip(generators, states):
+        use = IN_USE.get(generator)
+        if use is not None and use[0] != threading.get_ident():
+            IN_USE[generator] = use[0], state
+        else:
+            leave_at([generator], [state])
+
+
+class Use:
+    """A while in which this thread draws from generators of the process, or is tried for it; until `end`.
+
+    Calls of other threads that begin or end meanwhile would move them, and be taken for draws of this one: they go by
+    where the generators stood `before`.
+    """
+
+    def __init__(self, generators: Sequence[torch.Generator]):
+        with GENERATORS:
+            self.generators, self.before = generators, states_of(generators)
+            self.own = [generator for generator in generators if generator not in IN_USE]
+            states = dict(zip(generators, self.before))
+            IN_USE.update({generator: (threading.get_ident(), states[generator]) for generator in self.own})
+
+    def end(self, moved: bool) -> None:
+        """Let the generators go on from where other threads are to find them, if they were moved here."""
+        with GENERATORS:
+            for generator, before in zip(self.generators, self.before):
+                stands = IN_USE.pop(generator)[1] if generator in self.own else before
+                if moved or stands is not before:
+                    leave_at([generator], [stands])
+
+
 def same_states(states: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether these are the same states."""
     return all(map(torch.equal, states, others))
@@ -66,14 +108,13 @@ def refusing_draws(device: torch.device) -> Iterator[None]:
 
     In a tree its forwards are fewer, and would draw other numbers.
     """
-    generators = generators_of(device)
-    before, moved = states_of(generators), False
+    use, moved = Use(generators_of(device)), False
     try:
         yield
     finally:
         with GENERATORS:
-            if moved := not same_states(states_of(generators), before):
-                leave_at(generators, before)
+            moved = not same_states(states_of(use.generators), use.before)
+            use.end(moved)
     if moved:
         raise Unsupported("the base draws random numbers in its forward")
 
@@ -90,6 +131,8 @@ class Left:
         self.last = state
 
 
+# The generators that a thread uses: which one, and where calls of other threads begin meanwhile.
+IN_USE: dict[torch.Generator, tuple[int, torch.Tensor]] = {}
 LEFT: dict[torch.Generator, Left] = {}  # of the generators that compilations may put back
 
 

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_drafthead.bases.generators import GENERATORS, elsewhere, generators_of, leave_at, same_states, states_of
+from hf_drafthead.bases.generators import (
+    GENERATORS,
+    Use,
+    elsewhere,
+    generators_of,
+    leave_at,
+    let_calls_begin_at,
+    same_states,
+    states_of,
+    where_calls_begin,
+)
 
 
 class NoiseTape:
@@ -105,9 +115,9 @@ class RandomNumbers:
     def _leave_process(self, generators: list[torch.Generator]) -> list[torch.Tensor]:
         """Go on from where the process's generators stand, and let these go on elsewhere."""
         with GENERATORS:  # no other call begins where this one does
-            self.generators, self.states = generators, states_of(generators)
+            self.generators, self.states = generators, where_calls_begin(generators)
             self.begun_at, parked = self.states, [*map(elsewhere, generators, self.states)]
-            leave_at(generators, parked)
+            let_calls_begin_at(generators, parked)
         return parked
 
     def sample(self, batch_size: int, device: torch.device) -> None:
@@ -141,12 +151,11 @@ class RandomNumbers:
             yield
             return
         at_once = at_once or not self.shared
-        before = states_of(self.generators)
-        lent: list[bool] = []
+        use, lent = Use(self.generators), list[bool]()
 
         def lend() -> None:
             with GENERATORS:
-                if not lent and same_states(states_of(self.generators), before):  # else it has set a seed
+                if not lent and same_states(states_of(self.generators), use.before):  # else it has set a seed
                     leave_at(self.generators, self.states)
                 lent.append(True)
 
@@ -158,28 +167,27 @@ class RandomNumbers:
                 with _Draws(lend):
                     yield
         finally:
-            if lent:
-                with GENERATORS:
-                    states = states_of(self.generators)
-                    leave_at(self.generators, before)
-                if not same_states(states, self.states):
-                    self.states, self.moved = states, True
-                    if self.tape is not None:
-                        self.tape.go_on(self.position, states[-1])
+            with GENERATORS:
+                states = states_of(self.generators)
+                use.end(bool(lent))
+            if lent and not same_states(states, self.states):
+                self.states, self.moved = states, True
+                if self.tape is not None:
+                    self.tape.go_on(self.position, states[-1])
 
     def undo(self) -> None:
         """The base is going to decode by itself, from where the call began."""
         if self.parked is not None:
             with GENERATORS:
-                leave_at(self.generators, self.begun_at)
+                let_calls_begin_at(self.generators, self.begun_at)
             self.__init__()  # type: ignore[misc]
 
     def close(self) -> None:
         """At the end of a call, also by an exception: leave the process's generators where the base's call would."""
         if self.parked is not None:
             with GENERATORS:
-                if same_states(states_of(self.generators), self.parked):
-                    leave_at(self.generators, self.states)
+                if same_states(where_calls_begin(self.generators), self.parked):
+                    let_calls_begin_at(self.generators, self.states)
             self.parked = None
 
 
