@@ -1,6 +1,7 @@
 """The process's generator belongs to whoever calls: a call leaves it where the base would, whatever raises or draws."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,11 +9,14 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.bases import probe
+from hf_drafthead.bases.generators import refusing_draws, same_states
+from hf_drafthead.generation.noise import RandomNumbers
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base
 from tests.generation.test_sampling import TRACED
 
+CPU = torch.device("cpu")
 CALL = {"max_new_tokens": 14, "eos_token_id": None}
 
 
@@ -166,3 +170,25 @@ def test_that_a_trial_draws_is_noticed(monkeypatch):
     monkeypatch.setattr(probe, "refusing_draws", lambda device: torch.no_grad())
     expected, got = both(model, lambda: {**prompt(), **CALL, "do_sample": True})
     assert got != expected
+
+
+def in_a_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+@pytest.mark.parametrize("use", ["a trial", "a lent generator", "an object that does not draw"])
+def test_a_request_that_begins_in_another_thread_is_no_draw_of_this_one(use):
+    """It begins where the process's generators stood, and these go on from where it has left them."""
+    torch.manual_seed(3)
+    alone = RandomNumbers.of_request(CPU).states
+    left = torch.get_rng_state()
+    torch.manual_seed(3)
+    mine = RandomNumbers.of_request(CPU, seed=5)
+    drawn = torch.rand(4, generator=torch.Generator().manual_seed(5))
+    with refusing_draws(CPU) if use == "a trial" else mine.lent(at_once=use == "a lent generator"):
+        other = in_a_thread(lambda: RandomNumbers.of_request(CPU).states)
+        if use == "a lent generator":
+            assert torch.equal(torch.rand(4), drawn)
+    assert same_states(other, alone) and torch.equal(torch.get_rng_state(), left)
+    assert mine.moved == (use == "a lent generator")

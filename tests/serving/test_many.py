@@ -81,7 +81,6 @@ def reset(url: str, body: dict[str, Any], dice: random.Random) -> None:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-@pytest.mark.xfail(strict=False, reason="on a loaded machine one sampled text differs in about one run of twenty: open")
 def test_sixty_four_clients_at_once_get_the_answers_of_one_while_others_break_off(url, folder):
     model, dice = AutoModelForCausalLM.from_pretrained(folder), random.Random(0)
     calls = [asked(number) for number in range(64)]
