@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path, PureWindowsPath
 from typing import Any, ClassVar
 
+import torch
 from transformers import AutoConfig, GenerationConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -109,6 +110,8 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
             value, kind = getattr(self, field.name), field.type
             if field.name in self.own_fields() and kind in KINDS and not isinstance(value, kind):  # type: ignore
                 raise ValueError(f"{field.name} is {shortened.repr(value)}: expected {KINDS[kind]}.")
+        if not (self.dtype is None or isinstance(self.dtype, torch.dtype)):
+            raise ValueError(f"dtype is {shortened.repr(self.dtype)}: expected the name of one, such as bfloat16.")
         if self.last_hidden_size is not None:
             self._check_count("last_hidden_size", 1)
         if self.base_adapters is not None:

@@ -208,6 +208,7 @@ HEADS: dict[str, tuple[Change, str]] = {
     ),
 }
 WHOLE: dict[str, tuple[Change, str]] = {
+    "a dtype that is none": (config(dtype=False), "dtype is False: expected the name of one, such as bfloat16"),
     "an unknown base inside": (config(base_config__model_type="evil"), "(model type evil); the base at "),
     "a tree of depth 10^5": (settings(draft_tree=[[0] * 10**5]), "or a path of more than 256 ranks: keep the most"),
 }
