@@ -1,6 +1,5 @@
 """The three calls of OpenAI's API: what a request to each asks for, and how its answers are written."""
 
-import copy
 import functools
 import itertools
 import json
@@ -12,14 +11,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from hf_drafthead.evaluation.calls import as_tokens
 from hf_drafthead.serving.requests import CHAT, COMPLETIONS, RESPONSES, Object, Refused, as_chat, checked, fields
 from hf_drafthead.serving.served import Prompt, Served, StopText, TokenScores, listed
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 COLD = 1e-6  # up to this temperature the likeliest token is taken: scores that are divided by less may be infinite
-# What would make an answer something else than one text.
-FIXED = {"num_return_sequences": 1, "return_dict_in_generate": False, "max_length": None, "stop_strings": None}
-FIXED |= dict.fromkeys(("output_scores", "output_logits", "output_attentions", "output_hidden_states"), False)
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 OF_REQUESTS = {"input", "model", "stream", "stream_options"}  # fields that a response does not repeat
 PIECES = re.compile("[^<>]+|.", re.DOTALL)  # so that what stands before the marker behind a faulty call is not lost
@@ -38,7 +35,7 @@ class Choice:
     def __init__(self, call: Any, prompt: Prompt, index: int, sibling: int):
         self.call, self.served, self.prompt, self.index = call, call.served, prompt[0], index
         self.id, body, special = f"{call.key}-{index}", call.body, self.served.special
-        stops = [*listed(body.get("stop")), *listed(self.served.model.generation_config.stop_strings)]
+        stops = [*listed(body.get("stop")), *listed(self.served.config.stop_strings)]
         self.stops = [stop for stop in stops if stop not in special]
         self.ends = [*self.served.ends, *(special[stop] for stop in stops if stop in special)]
         self.parser = self.served.parser(self.prompt, body) if call.chat else None
@@ -48,17 +45,16 @@ class Choice:
         penalties = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
         matcher = None if call.schema is None else self.served.matcher(call.schema, self.parser)
         self.scores = TokenScores(len(self.prompt), penalties, call.alternatives, matcher)
-        seed = None if "seed" not in body else body["seed"] + sibling
-        self.settings: Object = {"generation_config": self._config(body), "seed": seed, **prompt[1]}
+        self.settings: Object = as_tokens(self.served.model, self._settings(body), None) | prompt[1]
+        self.settings["seed"] = body["seed"] + sibling if "seed" in body else None
         if any(penalties) or matcher is not None or call.alternatives is not None:
             self.settings["logits_processor"] = [self.scores]
         if self.stops or call.alternatives is not None:
             self.settings["stopping_criteria"] = [StopText(self.decode, self.stops, self.scores)]
 
-    def _config(self, body: Object) -> Any:
+    def _settings(self, body: Object) -> Object:
         """How the answer is decoded: as the base says, but for what the client asks for."""
-        config, size = copy.deepcopy(self.served.model.generation_config), self.served.vocabulary
-        context, length = self.served.context, len(self.prompt)
+        config, context, length = self.served.config, self.served.context, len(self.prompt)
         asked = {name: body[name] for name in LENGTHS if name in body}
         most = min(asked.values(), default=None)
         if context and (total := length + (most or 1)) > context:
@@ -66,19 +62,24 @@ class Choice:
             raise Refused(next(iter(asked), self.call.field), f"{reason} them the prompt.", "context_length_exceeded")
         left = context - length if context else 1024
         most = most or min(config.max_new_tokens or self.call.default or left, left)
-        config.update(**FIXED, eos_token_id=self.ends or None, max_new_tokens=most)
+        told: Object = {
+            "max_new_tokens": most,
+            "max_length": None,
+            "stop_strings": None,
+            "eos_token_id": self.ends or None,
+        }
         if not body.keys().isdisjoint((*SAMPLING, "seed")) or body.get("n", 1) > 1:
-            config.do_sample = body.get("temperature", 1) > COLD
-        named = ("repetition_penalty", *(SAMPLING if config.do_sample else ()))
-        config.update(**{name: body[name] for name in named if name in body})
+            told["do_sample"] = body.get("temperature", 1) > COLD
+        named = ("repetition_penalty", *(SAMPLING if told.get("do_sample", config.do_sample) else ()))
+        told |= {name: body[name] for name in named if name in body}
         if given := body.get("logit_bias"):
-            if not all(token.isdecimal() and int(token) < size for token in given):
-                raise Refused("logit_bias", f"expected numbers by the ids of tokens, from 0 to {size - 1}.")
+            if not all(token.isdecimal() and int(token) < self.served.vocabulary for token in given):
+                raise Refused("logit_bias", self.served.bounds)
             biases = [[[int(token)], value] for token, value in given.items()]
-            config.sequence_bias = [*(config.sequence_bias or []), *biases]
+            told["sequence_bias"] = [*(config.sequence_bias or []), *biases]
         if self.call.alternatives is not None and (config.num_beams or 1) > 1:
             raise Refused("logprobs", "an answer by beams has none.")
-        return config
+        return told
 
     def take(self, result: Any) -> None:
         """Grow by a result of the manager; with the last one there is a reason for the end."""

@@ -55,8 +55,9 @@ class Served:
         self.special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids))
         self.context = options.context or positions_of(self.model)
         self.vocabulary = self.base.get_input_embeddings().num_embeddings
-        ends = self.model.generation_config.eos_token_id
-        self.ends = listed(self.tokenizer.eos_token_id if ends is None else ends)
+        self.bounds = f"expected the ids of tokens, from 0 to {self.vocabulary - 1}."
+        self.config = self.model.generation_config
+        self.ends = listed(self.config.eos_token_id) or listed(self.tokenizer.eos_token_id)
         self.template = getattr(self.tokenizer, "response_template", None)
         with suppress(ImportError):  # it may move
             from transformers.cli.serving.utils import get_response_template
@@ -82,7 +83,7 @@ class Served:
         """A text, or token ids, to be continued; what some tokenizers put behind a text, its end, is left out."""
         if not isinstance(given, str):
             if max(given) >= self.vocabulary:
-                raise Refused("prompt", f"expected the ids of tokens, from 0 to {self.vocabulary - 1}.")
+                raise Refused("prompt", self.bounds)
             return given, {}
         ids, ending = self.tokenizer(given)["input_ids"], frame(self.tokenizer)[1]
         return ids[: -len(ending)] if ending and ids[-len(ending) :] == ending else ids, {}
