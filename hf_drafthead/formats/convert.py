@@ -35,6 +35,7 @@ logger = logging.get_logger(__name__)
 OF_BASE = ("token", "cache_dir", "local_files_only")  # arguments of downloads that are the base's as well
 Base = str | os.PathLike | nn.Module | None
 GIVE_BASE = "give the base that they were trained for (base_model=, on the command line --base)"
+OF_A_BASE = {"hidden_size": "hidden size", "vocab_size": "vocabulary", "num_hidden_layers": "number of layers"}
 # What reading a config field as another type than it is, or a tensor of other dimensions, raises.
 OF_WRONG_TYPES = (ArithmeticError, AttributeError, LookupError, StrictDataclassError, TypeError)
 
@@ -208,7 +209,7 @@ def _config_of(file: Source, heads: Heads, base: Base, base_revision: str | None
         base_config = fetch_config(base_name, base_revision, **{"token": None, **fetch})
         commit = commit_of(base_name, {**fetch, "revision": base_revision or "main"})
     called = base_name or type(base).__name__
-    for field_name, words in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
+    for field_name, words in OF_A_BASE.items():
         theirs = getattr(base_config.get_text_config(), field_name, None)
         if (ours := getattr(heads, field_name)) not in (None, theirs):
             what = f"were trained for a base of {words} {ours}; the base {called!r} has {theirs}"

@@ -86,25 +86,32 @@ def find_sources(name: str, hub: Mapping[str, Any]) -> list[Source]:
         return [_source(name, [name], beside if os.path.isfile(beside) else None)]
     if is_missing_folder(name):
         raise OSError(f"there is no file or folder {name!r}: give one, or the id of a repository on the Hub.")
-    candidates = ((weights_in(name, file, hub) for file in group) for group in GROUPS)
-    groups = [files for group in candidates if (files := next(filter(None, group), None)) is not None]
+    candidates = (((weights_in(name, file, hub), file) for file in group) for group in GROUPS)
+    groups = [found for group in candidates if (found := next((pair for pair in group if pair[0]), None)) is not None]
     if not groups and os.path.isdir(name):
-        groups = sorted([str(path)] for path in Path(name).iterdir() if path.name.endswith(ENDINGS))
+        alone = sorted(str(path) for path in Path(name).iterdir() if path.name.endswith(ENDINGS))
+        groups = [([file], file) for file in alone]
         if len(groups) > 1:
-            raise OSError(f"{name!r} holds {len(groups)} files of weights, such as {groups[0][0]!r}: give one of them.")
+            raise OSError(f"{name!r} holds {len(groups)} files of weights, such as {alone[0]!r}: give one of them.")
     if not groups:
         why = "it has none" if os.path.isdir(name) else why_missing(name, GROUPS[0][0], hub)
         what = "holds no weights" if why == "it has none" else f"cannot be read ({why})"
         expected = ", ".join(file for group in GROUPS for file in group[:2])
         raise OSError(f"{name!r} {what}: expected one of {expected}, ... or give the file itself.")
     config = fetch_file(name, CONFIG, hub)
-    return [_source(name, files, config) for files in groups]
+    sources = []
+    for files, file in groups:
+        index = fetch_file(name, file, hub) if file.endswith(".index.json") else None
+        sources.append(_source(name, files or [], config, index))
+    return sources
 
 
-def _source(name: str, files: list[str], config: str | None) -> Source:
+def _source(name: str, files: list[str], config: str | None, index: str | None = None) -> Source:
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= map_tensors([file]) if file.endswith(".safetensors") else read_pickle(file)
+    if lost := sorted(set(read_json(index)["weight_map"]) - set(tensors) if index else ()):
+        raise OSError(f"{name!r} lacks {lost[0]!r}, which {os.path.basename(index or '')} names: get the files again.")
     fields = read_json(config) if config else {}
     return Source(name, tuple(files), fields, plain_names(tensors), extract_commit_hash(files[0], None))
 

@@ -19,6 +19,7 @@ from hf_drafthead.formats.fields import llama_fields, read_layer_config
 from hf_drafthead.formats.layout import SGLANG, VLLM, Files, Heads, Layout, Reader, SavedHeads
 from hf_drafthead.formats.tables import NO, Limits, renamed
 from hf_drafthead.modeling import EagleForCausalLM
+from hf_drafthead.modeling.decoder_layer import windows_of
 
 LAYER = "layers.0."
 EAGLE_NAMES = (("body.layer.", LAYER), ("fc.", "fc."))
@@ -51,6 +52,9 @@ class Eagle(Layout):
         copies = reader.copies(COPIES_OF_BASE)
         vocab_size = next(map(len, copies.values()), None)
         layer_config = read_layer_config(reader, LAYER, config, hidden_size, vocab_size or config.get("vocab_size", 0))
+        if (window := windows_of(layer_config, 1)[0]) is not None:
+            what = f"says sliding_window {window} of its layer, and the layer of an EAGLE head sees every position here"
+            raise ValueError(f"{source.name!r} {what}: get a head without one.")
         tensors = reader.renamed(EAGLE_NAMES)
         if "fc.bias" in tensors and not reader.take("fc.bias", (hidden_size,)).any():
             reader.drop("fc.bias", "zeros, which SGLang needs and which are the same as no bias")

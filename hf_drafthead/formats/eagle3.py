@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_drafthead.formats.base_tensors import INPUT, base_tensor, same_values
 from hf_drafthead.formats.disk import Joined, Source
-from hf_drafthead.formats.fields import MASK, llama_fields, read_layer_config, said
+from hf_drafthead.formats.fields import MASK, flag, llama_fields, read_layer_config, said
 from hf_drafthead.formats.layout import KIND, SET, SGLANG, VLLM, Files, Heads, Layout, Loss, Reader, SavedHeads
 from hf_drafthead.formats.tables import NO, YES, Limits, Prefixes, renamed
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
@@ -71,9 +71,8 @@ class Eagle3(Layout):
         if fields.get("norm_output") is None and config.get("norm_output") and WRITTEN_FOR not in config:
             what = "says norm_output: SGLang and vLLM feed the normed output back then, and SpecForge does not"
             raise ValueError(f"{source.name!r} {what}: say which by norm_output=True or norm_output=False ({SET}).")
-        flags: dict[str, Any] = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
-        flags["feature_layers"] = _features(source, fields)
-        return read_pair_head(self, source, config, flags, config.get("base_model_name_or_path"))
+        features = _features(source, fields)
+        return read_pair_head(self, source, config, features, config.get("base_model_name_or_path"))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config = saved.config
@@ -163,7 +162,7 @@ def _prefixes(first: str, layers: int) -> Prefixes:
 
 
 def read_pair_head(
-    layout: Layout, source: Source, layer: Mapping[str, Any], flags: dict[str, Any], base: str | None
+    layout: Layout, source: Source, layer: Mapping[str, Any], features: list[int] | None, base: str | None
 ) -> Heads:
     """An EAGLE-3 head; its sizes, number of layers and norms are those of the tensors."""
     reader, config = Reader(source.name, source.tensors), source.config
@@ -186,7 +185,9 @@ def read_pair_head(
     layer_config = read_layer_config(reader, first, layer, width, vocab_size, layers)
     layer_config.num_hidden_layers = 1
     tensors |= reader.renamed(_prefixes(first, layers))
-    form = flags | {
+    flags = ("norm_before_residual", "norm_output")  # which no tensor tells
+    form = {name: bool(flag(source.name, config, name)) for name in flags} | {
+        "feature_layers": features,
         "draft_vocab_size": draft_size,
         "layer_config": layer_config,
         "num_layers": layers,
@@ -199,7 +200,8 @@ def read_pair_head(
     if layout.family is PEagleForCausalLM:
         if config.get("embed_requires_grad"):  # trained embeddings, which are the head's own
             reader.take("embed_tokens.weight")
-        tensors[MASK_STATES] = Joined((reader.take(MASK_STATES),), (wide,), (MASK_STATES,))
+        states = reader.take(MASK_STATES).flatten()
+        tensors[MASK_STATES] = Joined((states,), tuple(states.shape), (MASK_STATES,))
         form["mask_token_id"] = said(source.name, config, *MASK)
         if form["mask_token_id"] is None:
             raise ValueError(f"{source.name!r} does not say mask_token_id: give mask_token_id= (--set).")

@@ -11,6 +11,7 @@ from dataclasses import fields as fields_of
 from typing import Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.disk import Joined, Source
@@ -80,6 +81,7 @@ OF_SELECTOR = _row("conv_kernel_size conv_group_size selector_rank selector_top_
 OF_THEIR_BLOCKS = _row("aux_hidden_state_layer_ids sliding_window_non_causal")
 OF_SPECULATORS = _row("speculators_model_type speculators_version speculators_config transformer_layer_config")
 OF_SPECULATORS |= _row("embed_requires_grad draft_vocab_size target_hidden_size")
+OF_SPECULATORS |= {key: (halves,) for key, halves in HALVES.items()}  # which a layer's config says there
 # A folder may hold heads of both kinds.
 OF_HEADS = "medusa_num_heads medusa_num_layers hydra_num_heads hydra_num_layers hydra_head_arch hidden_size"
 OF_VLLM_HEADS = """hidden_size num_heads num_hidden_layers medusa_fc_bias original_lm_head max_paths topk
@@ -130,12 +132,12 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
     row, layer = TABLE[layout], flat
     if layout in IN_ITS_OWN and isinstance(said_of_layer := flat.get("transformer_layer_config"), Mapping):
         layer = dict(said_of_layer)
-        _refuse_unknown(name, layer, LAYER | _row("draft_vocab_size"))
+        refuse_unknown(name, layer, LAYER | _row("draft_vocab_size"))
         flat = {key: value for key, value in flat.items() if key in row or key not in layer or layer[key] != value}
-    _refuse_unknown(name, flat, row)
+    refuse_unknown(name, flat, row)
     for key in ("rope_scaling", "rope_parameters"):
-        for rotary in _by_type(layer.get(key)).values():
-            _refuse_unknown(name, rotary, ROTARY, f" of its {key}")
+        for rotary in by_type(layer.get(key)).values():
+            refuse_unknown(name, rotary, ROTARY, f" of its {key}")
     return flat
 
 
@@ -146,7 +148,8 @@ OTHERS = {
 }
 
 
-def _refuse_unknown(name: str, config: Mapping[str, Any], row: Row, where: str = "") -> None:
+def refuse_unknown(name: str, config: Mapping[str, Any], row: Row, where: str = "") -> None:
+    """Refuse what is in no row and may change what heads compute, by a ValueError that names it."""
     for key, value in config.items():
         known = row[key] if key in row else COMMON.get(key, ())
         if key.startswith("_") or known is None or value in (*known, *(NONE[:1] if known else NONE)):
@@ -210,6 +213,9 @@ KEPT += ["bos_token_id", "eos_token_id", "pad_token_id"]
 ORIGINAL = "original_max_position_embeddings"
 POSITIVE = ("rope_theta", "rms_norm_eps", "max_position_embeddings", "factor", ORIGINAL)
 ATTENTION = "self_attn."
+# Fields that say that a layer has some tensors.
+PROMISED = dict.fromkeys(("attention_bias", "qkv_bias"), f"{ATTENTION}q_proj.bias")
+PROMISED |= {"mlp_bias": "mlp.gate_proj.bias", "use_qk_norm": f"{ATTENTION}q_norm.weight"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -223,6 +229,12 @@ def read_layer_config(
     rows = {name: len(reader.take(f"{prefix}{ATTENTION}{name}_proj.weight")) for name in ("q", "k")}
     heads = config["num_attention_heads"]
     head_dim = rows["q"] // heads
+    if config.get("head_dim") not in (None, head_dim):
+        what = f"says num_attention_heads {heads} and head_dim {config['head_dim']}, its queries have {rows['q']} rows"
+        raise ValueError(f"{reader.name!r} {what}: correct its config.json.")
+    for field, tensor in PROMISED.items():
+        if flag(reader.name, config, field):
+            reader.take(prefix + tensor)  # lost, or not: say so
     sizes = {
         "hidden_size": hidden_size,
         "intermediate_size": len(reader.take(f"{prefix}mlp.gate_proj.weight")),
@@ -236,44 +248,54 @@ def read_layer_config(
     kinds, window = layer_types(reader.name, config, layers)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
     fields |= {"rope_parameters": rotary_of(reader.name, config, kinds)} | sizes
+    if fields.get("hidden_act", "silu") not in ACT2FN:
+        raise ValueError(f"{reader.name!r} says hidden_act {fields['hidden_act']!r}, which is not known here.")
     for name, value in (*fields.items(), *fields["rope_parameters"].items()):
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
         if name in POSITIVE and not number:
             problem = f"{name} {str(value)[:40]!r}, expected a number above 0"
             raise ValueError(f"{reader.name!r} says {problem}: correct its config.json.")
     fields |= {"num_attention_heads": heads, "num_hidden_layers": layers, "tie_word_embeddings": False}
-    if SLIDING in kinds:
-        fields |= {"sliding_window": window, "layer_types": kinds}
-    if f"{prefix}{ATTENTION}q_norm.weight" in reader:
-        return Qwen3Config(**fields, use_sliding_window=SLIDING in kinds)
+    slides = SLIDING in kinds
+    fields |= {"sliding_window": window, "layer_types": kinds} if slides else {}
     attention, mlp = f"{prefix}{ATTENTION}o_proj.bias" in reader, f"{prefix}mlp.gate_proj.bias" in reader
+    if f"{prefix}{ATTENTION}q_norm.weight" in reader:
+        return Qwen3Config(**fields, use_sliding_window=slides, attention_bias=attention)
     if f"{prefix}{ATTENTION}q_proj.bias" in reader and not (attention or mlp):  # as Qwen2 has it
-        return Qwen2Config(**fields)
+        return Qwen2Config(**fields, use_sliding_window=slides)
     return LlamaConfig(**fields, attention_bias=attention, mlp_bias=mlp)
 
 
 def layer_types(name: str, config: Mapping[str, Any], layers: int) -> tuple[list[str], int | None]:
     """Which of so many layers see a window, as projects say it, and how wide it is."""
-    slides = flag(name, config, "use_swa")
-    window = config.get("swa_window_size") if slides and config.get("swa_window_size") else config.get("sliding_window")
+    slides, uses = flag(name, config, "use_swa"), flag(name, config, "use_sliding_window")
+    of_swa = config.get("swa_window_size")
+    window = (slides and of_swa) or config.get("sliding_window")
     kinds = list(config.get("layer_types") or [])
     if not {FULL, SLIDING}.issuperset(kinds) or (kinds and len(kinds) < layers):
         what = f"has the layer_types {shortened.repr(config['layer_types'])}: expected {FULL!r} or {SLIDING!r}"
         raise ValueError(f"{name!r} {what} for each of its {layers} layers, others have no family here.")
+    only = SLIDING if slides else FULL if False in (slides, uses) else None
+    if only is not None and not {only}.issuperset(kinds[:layers]):
+        what = f"says use_swa {slides} and use_sliding_window {uses}, and the layer_types {shortened.repr(kinds)}"
+        raise ValueError(f"{name!r} {what}: correct its config.json.")
+    if not kinds and slides is None and (of_swa or (window and uses is None)):
+        said_window, flags = ("swa_window_size", "use_swa") if of_swa else ("sliding_window", "use_sliding_window")
+        if config[said_window] < config.get("max_position_embeddings", math.inf):
+            what = f"says {said_window} {config[said_window]}, and not which of its layers see so many positions only"
+            advice = f"add {flags} (false for none) or layer_types to its config.json"
+            raise ValueError(f"{name!r} {what}: {advice}.")
     if slides:
         kinds = [SLIDING] * layers
     elif not kinds:
-        first = config.get("max_window_layers", 28) if flag(name, config, "use_sliding_window") else layers
-        positions = config.get("max_position_embeddings", math.inf)
-        if window and config.get("use_sliding_window") is None and window < positions:
-            what = f"says sliding_window {window}, and not which of its layers see so many positions only"
-            advice = "add use_sliding_window (false for none) or layer_types to its config.json"
-            raise ValueError(f"{name!r} {what}: {advice}.")
+        first = config.get("max_window_layers", 28) if uses else layers
         kinds = [FULL if index < first or not window else SLIDING for index in range(layers)]
+    if SLIDING in kinds[:layers] and not window:
+        raise ValueError(f"{name!r} says that its layers see a window, and no sliding_window: correct its config.json.")
     return kinds[:layers], window
 
 
-def _by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
+def by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
     """Rotary parameters by type of layer; under "" where they are of all."""
     if not isinstance(said_of_rotary, Mapping):
         return {}
@@ -282,27 +304,32 @@ def _by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
 
 
 def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
-    """The rotary parameters of layers of these types."""
+    """The rotary parameters of layers of these types; what is said of one in several ways is refused."""
     parameters: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{key} is {value!r}")
-        by_type = _by_type(value)
-        wanted = [by_type.get(kind, by_type.get("", {})) for kind in dict.fromkeys(kinds)]
-        if any(dict(one) != dict(wanted[0]) for one in wanted) or (by_type and not wanted[0]):
-            what = f"says rope_parameters for {', '.join(sorted(by_type))}, and its layers are "
+        of_types = by_type(value)
+        wanted = [dict(of_types.get(kind, of_types.get("", {}))) for kind in dict.fromkeys(kinds)]
+        if any(one != wanted[0] for one in wanted) or (of_types and not wanted[0]):
+            what = f"says rope_parameters for {', '.join(sorted(of_types))}, and its layers are "
             what += " and ".join(dict.fromkeys(kinds))
             raise ValueError(f"{name!r} {what}, which have one for all here: correct its config.json.")
-        parameters |= dict(wanted[0])
+        spelt = {f"{field} of its {key}": wanted[0].pop(field, None) for field in ("rope_type", "type")}
+        wanted[0]["rope_type"] = said(name, {at: "default" if kind == "mrope" else kind for at, kind in spelt.items()})
+        for field, value in wanted[0].items():
+            at_both = {f"{field} of its rope_scaling": parameters.get(field), f"{field} of its {key}": value}
+            parameters[field] = said(name, at_both)
     thetas = {"rope_theta": config.get("rope_theta"), "rope_theta of its rope_parameters": parameters.get("rope_theta")}
     theta = said(name, thetas)
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    for key in ("type", "mrope_section", "mrope_interleaved", "partial_rotary_factor"):  # nothing in a text, or 1
+    kind = parameters.get("rope_type") or "default"
+    for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):  # nothing in a text, or 1
         parameters.pop(key, None)
-    kind = "default" if kind == "mrope" else kind
     if kind != "default" and config.get(ORIGINAL):  # beside them, as Phi-3 has it
         parameters.setdefault(ORIGINAL, config[ORIGINAL])
+    elif kind == "default" and parameters.get("factor") not in (None, 1):
+        raise ValueError(f"{name!r} says factor {parameters['factor']} and no rope_type: correct its config.json.")
     return {**parameters, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
 
 

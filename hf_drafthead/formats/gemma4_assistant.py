@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from hf_drafthead.formats.disk import Source
+from hf_drafthead.formats.fields import refuse_unknown
 from hf_drafthead.formats.layout import Files, Heads, Layout, Reader, SavedHeads
 from hf_drafthead.formats.mtp_layouts import text_config_of
 from hf_drafthead.formats.tables import NO, Limits, Prefixes, renamed
@@ -37,14 +38,17 @@ class GemmaAssistant(Layout):
 
     def read(self, source: Source, fields: Mapping[str, Any]) -> Heads:
         config, reader = source.config, Reader(source.name, source.tensors)
-        layer = text_config_of(config.get("text_config") or {})
+        about = config.get("text_config") or {}
+        layer = text_config_of(about)
         if layer is None or layer.model_type not in LAYERS:
             what = f"has no text_config of {' or '.join(map(repr, LAYERS))} that can be used"
             raise ValueError(f"{source.name!r} {what}: give the folder whose config.json has one.")
+        known = (field for field in about if hasattr(type(layer), field))
+        refuse_unknown(source.name, about, dict.fromkeys(known), " of its text_config")
         width, wide = reader.take("pre_projection.weight").shape
         clusters = config.get("num_centroids") if config.get("use_ordered_embeddings") else 0
         tensors = reader.renamed(PREFIXES)
-        has_projection = PROJECTION in reader
+        has_projection = PROJECTION in reader or config.get("tie_word_embeddings") is False
         projection = reader.one(PROJECTION if has_projection else EMBEDDING)
         if has_projection and EMBEDDING in reader:
             reader.drop(EMBEDDING, "embeddings that an assistant has no use for")

@@ -171,9 +171,11 @@ def _config_of(
     heads, turned = config.get("num_attention_heads") or 1, left_out["rope.dimension_count"]
     if turned not in (None, wide := config.get("head_dim") or config.get("hidden_size", 0) // heads):
         config["partial_rotary_factor"] = turned / wide
-    if scaling.get("type", "none") != "none":
+    if scaling and scaling.setdefault("type", "linear") != "none":  # as llama.cpp takes it
         config["rope_scaling"] = {ROPE.get(key, key): value for key, value in scaling.items()}
-    if factors is not None:
+    if factors is not None and "rope_scaling" in config:
+        config[FREQUENCIES] = "beside another scaling"  # and so a field that is refused
+    elif factors is not None:
         config["rope_scaling"] = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors}
         config["rope_scaling"] |= {"factor": 1.0, "attention_factor": 1.0}
         config["rope_scaling"]["original_max_position_embeddings"] = config.get("max_position_embeddings")

@@ -28,8 +28,9 @@ SGLANG += " --speculative-draft-model-path FOLDER"
 class Heads:
     """What a layout's file holds: config fields and tensors of a family here, and what it says of the base.
 
-    vocab_size is None if nothing in the file tells it; copies are tensors that should equal the base's (INPUT, OUTPUT);
-    tree is what the heads' own project runs them with; notes say where config and tensors disagree, what was assumed.
+    vocab_size and num_hidden_layers, of the base, are None if nothing in the file tells them; copies are tensors that
+    should equal the base's (INPUT, OUTPUT); tree is what the heads' own project runs them with; notes say where config
+    and tensors disagree, what was assumed.
     """
 
     model_class: type[DraftHeadPreTrainedModel]
@@ -37,6 +38,7 @@ class Heads:
     tensors: dict[str, Joined]
     hidden_size: int
     vocab_size: int | None = None
+    num_hidden_layers: int | None = None
     base: str | None = None
     base_inside: bool = False
     copies: dict[str, Tensor] = field(default_factory=dict)

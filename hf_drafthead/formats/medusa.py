@@ -31,14 +31,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.configuration_utils import PreTrainedConfig
 
 from hf_drafthead.formats.base_tensors import OUTPUT, read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.layout import VLLM, Files, Heads, Layout, Loss, Reader, SavedHeads
 from hf_drafthead.formats.tables import NO, YES, Limits, Row, equal, parts_of, some
 from hf_drafthead.modeling import MedusaForCausalLM
-from hf_drafthead.modeling.checkpoint import IN_ANOTHER_LAYOUT
 
 WHOLE = {"reduced_projections": NO}
 # The draft trees of the original command line, chosen there by words in the model's name.
@@ -90,7 +88,7 @@ class Medusa(Layout):
         lm_heads = [*copies.values(), *(reader.take(name) for name in projections if name in reader and not copies)]
         vocab_size = len(lm_heads[0]) if lm_heads else None
         shared = bool(copies) or not lm_heads
-        biased = self.biased or any(block[3] == "bias" for block in blocks)
+        biased = self.biased or bool(config.get("medusa_fc_bias")) or any(block[3] == "bias" for block in blocks)
         table = self.table(heads, layers, shared)
         joined = reader.rows(row for row in table if biased or not row.ours.endswith("bias"))
         if not biased:
@@ -206,15 +204,3 @@ class MedusaVllm(Medusa):
             tensors["lm_head.weight"] = read_base_tensor(saved, OUTPUT)
         launch = VLLM.format("medusa", config.num_draft_heads)
         return Files(tensors, about, [f"{launch}; with vLLM up to 0.32 (0.33 has no Medusa)"])
-
-
-class MedusaVllmConfig(PreTrainedConfig):
-    """Stands for the `model_type` of vLLM's folders, so that the Auto classes say how the heads are loaded."""
-
-    model_type = "medusa"
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Refused."""
-        path = str(kwargs.get("name_or_path") or "FOLDER")
-        raise ValueError(f"{path!r} holds no model of transformers: {IN_ANOTHER_LAYOUT}.")

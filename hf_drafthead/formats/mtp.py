@@ -91,13 +91,17 @@ class StoredModules:
     place: str
     files: dict[str, str]
     ours: dict[str, tuple[int, str]]
+    block: Sequence[int] = ()  # of a scale of an FP8 weight, rows and columns, where the repository says it
 
     def tensors(self) -> list[dict[str, Tensor]]:
         """By module, under the names here; FP8 is unpacked, in blocks as wide as its scales say."""
         stored: dict[str, Tensor] = {}
         for file in sorted(set(self.files.values())):
             opened = _tensors_of(file)
-            stored |= {key: opened[key] for key, holder in self.files.items() if holder == file}
+            keys = [key for key, holder in self.files.items() if holder == file]
+            if lost := sorted(set(keys) - set(opened)):
+                raise OSError(f"{file!r} lacks {lost[0]!r}, which the index says is there: download it again.")
+            stored |= {key: opened[key] for key in keys}
         scales = {key: stored[key + end] for key in stored for end in SCALES if key + end in stored}
         left_out = {key + end for key in scales for end in SCALES}  # and scales of activations, not quantized here
         plain = {key: at for key, at in self.ours.items() if not (key in left_out or key.endswith("input_scale"))}
@@ -111,13 +115,15 @@ class StoredModules:
                 return tensor
             what = f"{str(tensor.dtype).removeprefix('torch.')}, of which nothing says how it is unpacked"
             raise ValueError(f"{packed} in {what}: take it from the original repository, with modules_from=.")
-        scale = scale.reshape(scale.shape + (1,) * (tensor.dim() - scale.dim()))  # one for all, or for each row
-        if scale.dim() != tensor.dim() or any(n > size or not n for n, size in zip(scale.shape, tensor.shape)):
-            what = f"with scales {list(scale.shape)}, which are not those of its blocks, its rows or all of it"
-            raise ValueError(f"{packed} {what}: download it again.")
-        wide = scale.float()
-        for dim, (size, count) in enumerate(zip(tensor.shape, scale.shape, strict=True)):
-            wide = wide.repeat_interleave(-(-size // count), dim).narrow(dim, 0, size)
+        wide = scale.reshape(scale.shape + (1,) * (tensor.dim() - scale.dim())).float()  # one for all, or for each row
+        blocks = [1] * (tensor.dim() - len(self.block)) + [*self.block]
+        for dim, (size, block) in enumerate(zip(tensor.shape, blocks)):
+            count = wide.shape[dim] if wide.dim() == tensor.dim() else 0
+            if count != -(-size // block) and (not count or size % count):
+                what = f"with scales {list(scale.shape)}, which are not those of its blocks, its rows or all of it"
+                raise ValueError(f"{packed} {what}: download it again.")
+            block = block if count == -(-size // block) else size // count
+            wide = wide.repeat_interleave(block, dim).narrow(dim, 0, size)
         return (tensor.float() * wide).to(torch.bfloat16)
 
 
@@ -142,7 +148,16 @@ def find_modules(place: str, text: PreTrainedConfig, hub: Mapping[str, Any]) -> 
             index = f"{WEIGHTS if shards[key].endswith('.safetensors') else PICKLE}.index.json"
             raise OSError(f"{place!r} lacks {shards[key]}, which its {index} names: download it again.")
         files[key] = file
-    return StoredModules(place, files, indexed)
+    config = fetch_file(place, "config.json", hub)
+    return StoredModules(place, files, indexed, next(_blocks_in(read_json(config) if config else {}), ()))
+
+
+def _blocks_in(said: Any) -> Iterator[Sequence[int]]:
+    """How many rows and columns of a weight have one scale, wherever a config says it."""
+    for key, value in said.items() if isinstance(said, Mapping) else ():
+        if key in ("weight_block_size", "block_structure") and isinstance(value, list):
+            yield value
+        yield from _blocks_in(value)
 
 
 def modules_in(keys: Iterable[str], text: PreTrainedConfig, *only: Names) -> dict[str, tuple[int, str]] | None:

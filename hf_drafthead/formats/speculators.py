@@ -39,10 +39,8 @@ class Speculators(Layout):
         if "norm_before_residual" not in config and fields.get("norm_before_residual") is None:
             what = "does not say norm_before_residual, which speculators takes for false and vLLM for true"
             raise ValueError(f"{source.name!r} {what}: say which by norm_before_residual=True or =False ({SET}).")
-        flags: dict[str, Any] = {name: bool(config.get(name)) for name in ("norm_before_residual", "norm_output")}
-        flags["feature_layers"] = said_features(source, fields)
         layer = config.get("transformer_layer_config") or {}
-        return read_pair_head(self, source, layer, flags, verifier_of(config))
+        return read_pair_head(self, source, layer, said_features(source, fields), verifier_of(config))
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, layer = saved.config, saved.config.own_layer

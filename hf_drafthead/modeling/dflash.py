@@ -227,6 +227,7 @@ class DFlashDrafter(Drafter):
     """
 
     config: DFlashConfig
+    state_class: Any = DFlashState
     keeps_history = True
     starts_at_anchors = True
     needs_range = True
@@ -267,12 +268,12 @@ class DFlashDrafter(Drafter):
         if is_rms_norm(first := getattr(layers[-1], "input_layernorm", None)):
             copy_if_as_wide(self.hidden_norm.weight, first.weight)
 
-    def start(self, batch_size: int, capacity: int) -> DFlashState:
-        return DFlashState(SlotCache(batch_size, self.config.num_layers, min(capacity, ROOM)))
+    def start(self, batch_size: int, capacity: int) -> Any:
+        return self.state_class(SlotCache(batch_size, self.config.num_layers, min(capacity, ROOM)))
 
-    def observe(self, state: DFlashState, features: Tensor, tokens: Tensor, lengths: Tensor) -> DFlashState:
+    def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
         self.body.remember(state.cache, self._context(self.placed(features)), lengths)
-        return DFlashState(state.cache)
+        return self.state_class(state.cache)
 
     def expand(self, state: DFlashState, tokens: Tensor, parents: Tensor) -> tuple[DFlashState, Guesses]:
         config, level = self.config, state.level

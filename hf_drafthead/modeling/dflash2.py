@@ -156,18 +156,13 @@ class DFlash2Drafter(DFlashDrafter):
     """
 
     config: DFlash2Config
+    state_class = DFlash2State
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__(config)
         self.body.layers = nn.ModuleList(ConvolvedLayer(layer, config) for layer in self.body.layers)
         tokens = config.get_text_config().vocab_size
         self.selector = Selector(tokens, config.selector_rank, config.own_layer.hidden_size)
-
-    def start(self, batch_size: int, capacity: int) -> Any:
-        return DFlash2State(super().start(batch_size, capacity).cache)
-
-    def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
-        return DFlash2State(super().observe(state, features, tokens, lengths).cache)
 
     def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Any, Guesses]:
         """Scores of the candidates alone: other tokens are never guessed."""

@@ -10,16 +10,16 @@ Shapes: B rows, T positions, M anchors, E elements behind them, K depths, n node
 hidden of the drafter, D draft vocabulary.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.block_layers import ContextKeys
 from hf_drafthead.modeling.decoder_layer import ChainKeys
+from hf_drafthead.modeling.eagle import EagleState
 from hf_drafthead.modeling.eagle3 import EAGLE3_RECIPE, Eagle3Config, Eagle3Drafter
 
 ANCHORS_AT_ONCE = 128  # whose elements are computed together over a text
@@ -54,20 +54,8 @@ class PEagleConfig(Eagle3Config):
         self._check_mask_token()
 
 
-class PEagleState(NamedTuple):
-    """The verified text, and the guesses behind it once a tree has begun.
-
-    last: (B, H) the output at each row's last verified position; logits: (B, K, D); level: how many were guessed.
-    """
-
-    cache: SlotCache
-    last: Tensor
-    logits: Tensor | None = None
-    level: int = 0
-
-
 class PEagleDrafter(Eagle3Drafter):
-    """All depths in one causal pass.
+    """All depths in one causal pass, whose logits (B, K, D) are the `level` of its states.
 
     State dict: EAGLE-3's, and `mask_hidden` (F*H of the base).
     """
@@ -79,14 +67,9 @@ class PEagleDrafter(Eagle3Drafter):
         super().__init__(config)
         self.mask_hidden = nn.Parameter(0.02 * torch.randn(self.fc.in_features))
 
-    def start(self, batch_size: int, capacity: int) -> Any:
-        return PEagleState(*super().start(batch_size, capacity)[:2])
-
-    def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
-        return PEagleState(*super().observe(state, features, tokens, lengths)[:2])
-
-    def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Any, Guesses]:
-        if state.logits is None:
+    def expand(self, state: EagleState, tokens: Tensor, parents: Tensor) -> tuple[EagleState, Guesses]:
+        logits = state.level
+        if logits is None:
             order = torch.arange(self.config.num_draft_heads - 1, device=state.last.device)
             out = state.last[:, None]
             if len(order):
@@ -94,9 +77,9 @@ class PEagleDrafter(Eagle3Drafter):
                 x = self._masks(state.last).expand(len(tokens), len(order), -1)
                 seen = (order <= order[:, None])[None]
                 out = torch.cat([out, self.body._behind(state.cache, x, order[None], seen)], dim=1)
-            state = PEagleState(state.cache, state.last, self.head_logits(0, out))
-        guesses = Guesses(state.logits[:, state.level, None], self.draft_tokens)
-        return state._replace(level=state.level + 1), guesses
+            logits = self.head_logits(0, out)
+        guesses = Guesses(logits[:, state.depth, None], self.draft_tokens)
+        return state._replace(level=logits, depth=state.depth + 1), guesses
 
     def head_states(
         self,

@@ -46,7 +46,7 @@ def base(tmp_path_factory):
 def write(base, tmp_path):
     """A function that writes heads with other fields of the layer, converts them, and gives the model."""
 
-    def call(layout, change=None, **fields):
+    def call(layout, change=None, beside=None, **fields):
         form, target = HEADS[layout]
         model = form.build(form.model_class.from_base(base, **form.fields).base)
         model.config.base_model_name_or_path = str(base)
@@ -55,6 +55,7 @@ def write(base, tmp_path):
         about = json.loads(file.read_text())
         holder = about.get("transformer_layer_config", about)
         holder |= fields
+        about |= beside or {}
         file.write_text(json.dumps(about))
         if change is not None:
             tensors = load_file(tmp_path / "theirs" / "model.safetensors")
@@ -90,6 +91,77 @@ REFUSED = {
     "a way to scale": {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "partial_rotary_factor": 0.5}},
     "a field of that way": {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "phase": 3}},
 }
+
+
+SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": None}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+CONTRADICTIONS = {
+    "a window of no width": (SLIDES | {"sliding_window": None}, "see a window, and no sliding_window: correct"),
+    "a window that is off": (SLIDES | {"use_sliding_window": False}, "use_sliding_window False, and the layer_types"),
+    "a window for none": (SLIDES | {"use_swa": True, "layer_types": ["full_attention"] * 2}, "says use_swa True and"),
+    "two scalings": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": DEFAULT},
+        "says rope_type of its rope_scaling linear and rope_type of its rope_parameters default, of which one can be",
+    ),
+    "two types": ({"rope_scaling": {"rope_type": "yarn", "type": "linear", "factor": 2.0}}, "yarn and type of its rop"),
+    "a factor of nothing": ({"rope_scaling": {"factor": 2.0}}, "says factor 2.0 and no rope_type: correct"),
+    "lost biases": ({"attention_bias": True}, "lacks the tensor 'layers.0.self_attn.q_proj.bias'"),
+    "lost biases of Qwen": ({"qkv_bias": True}, "lacks the tensor 'layers.0.self_attn.q_proj.bias'"),
+    "lost biases of the MLP": ({"mlp_bias": True}, "lacks the tensor 'layers.0.mlp.gate_proj.bias'"),
+    "heads of two sizes": ({"head_dim": 16}, "says num_attention_heads 4 and head_dim 16, its queries have 32 rows"),
+    "no activation": ({"hidden_act": "owl"}, "says hidden_act 'owl', which is not known here"),
+}
+
+
+@pytest.mark.parametrize("layout", OF_LAYERS)
+@pytest.mark.parametrize("fields, message", CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_fields_that_cannot_be_together_or_without_a_tensor_are_refused(layout, fields, message, write):
+    with pytest.raises(ValueError, match=message.replace("layers.0", r"(layers.0|midlayer)")):
+        write(layout, **fields)
+
+
+@pytest.mark.parametrize("layout", ["speculators", "speculators (dflash, dspark)"])
+@pytest.mark.parametrize("place", ["dflash_config", None])
+def test_positions_that_pair_neighbours_are_refused_beside_the_config_of_the_layer(layout, place, write):
+    says = {"rope_is_neox_style": False}
+    with pytest.raises(ValueError, match="says rope_is_neox_style False in its config.json.*expected True"):
+        write(layout, beside={place: says} if place else says)
+
+
+def test_a_layer_of_an_eagle_head_has_no_window(write):
+    with pytest.raises(ValueError, match="says sliding_window 4 of its layer, and the layer of an EAGLE head sees"):
+        write("EAGLE", **SLIDES)
+
+
+@pytest.mark.parametrize(
+    "layout, says, message",
+    [
+        ("EAGLE-3", {"norm_before_residual": "false"}, "says norm_before_residual 'false', expected true or false"),
+        ("DFlash", {"num_target_layers": 30}, "were trained for a base of number of layers 30; the base .* has 8"),
+        ("DFlash", {"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "does not say rope_theta"),
+        ("DFlash", {"swa_window_size": 4, "layer_types": None}, "says swa_window_size 4, and not which .* add use_swa"),
+    ],
+)
+def test_what_one_layout_says_wrongly_is_refused(layout, says, message, write):
+    with pytest.raises(ValueError, match=message):
+        write(layout, **says)
+
+
+def test_biases_of_a_layer_with_norms_of_queries_are_read(write, tmp_path):
+    """As the block drafters of gpt-oss have them."""
+
+    def with_biases(tensors):
+        weights = [name for name in tensors if "self_attn" in name and name.endswith("proj.weight")]
+        return tensors | {f"{name[:-6]}bias": torch.randn(len(tensors[name])) for name in weights}
+
+    write("DFlash", with_biases, attention_bias=True)
+    model = DFlashForCausalLM.from_pretrained(tmp_path / "new")
+    assert model.config.layer_config.attention_bias and model.drafter.body.layers[1].self_attn.o_proj.bias.any()
+
+
+def test_medusa_heads_of_vllm_that_lost_their_biases_are_refused(write):
+    with pytest.raises(ValueError, match="lacks the tensor 'blocks.0.layers.0.bias'"):
+        write("vLLM Medusa", lambda tensors: {name: tensor for name, tensor in tensors.items() if "bias" not in name})
 
 
 @pytest.mark.parametrize("fields", REFUSED.values(), ids=REFUSED)

@@ -33,6 +33,9 @@ for conv, part in (("attention_conv", "attn_conv"), ("mlp_conv", "ffn_conv")):
     NAMES[f"layers.{{}}.{conv}.base_kernel"] = f"blk.{{}}.{part}_base"
 
 
+SAME = ("d2t", "rope_freqs.weight")
+
+
 def named(key: str) -> str:
     number = re.search(r"layers\.(\d+)\.", key)
     block = number[1] if number else ""
@@ -67,7 +70,7 @@ def write(path, kind, weights, config, mask_token=127, **own):
             add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32}[type(value)]
             add(f"{kind}.{key}", value)
     for key, tensor in weights.items():
-        writer.add_tensor(named(key) if key != "d2t" else "d2t", tensor.contiguous().numpy())
+        writer.add_tensor(key if key in SAME else named(key), tensor.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -154,6 +157,7 @@ REFUSED = {
     "a fork": ({"kind": "dflash-draft"}, "has the architecture 'dflash-draft': of drafters in GGUF files 'dflash'"),
     "another fork": ({"kind": "dspark"}, "has the architecture 'dspark'"),
     "a key": ({"gate": 2.5}, "says dflash.gate 2.5 in its config.json"),
+    "two scalings": ({"rope.scaling.factor": 2.0, "freqs": True}, "says rope_freqs.weight 'beside another scaling'"),
     "a part of a head": ({"rope.dimension_count": 8}, "says partial_rotary_factor 0.5"),
 }
 
@@ -161,11 +165,20 @@ REFUSED = {
 @pytest.mark.parametrize("fields, message", REFUSED.values(), ids=REFUSED)
 def test_what_is_not_known_is_refused_by_name(fields, message, tmp_path):
     case = load("dflash_z_qwen3_b8_n3_l2")
-    config, own = case.facts["config"], {key: value for key, value in fields.items() if key != "kind"}
-    kind = fields.get("kind", "dflash")
-    file = write(tmp_path / "a.gguf", kind, case.weights, config, **{**keys_of(config), **own})
+    config, own = case.facts["config"], {key: value for key, value in fields.items() if "." in key or key == "gate"}
+    kind, weights = fields.get("kind", "dflash"), case.weights
+    weights |= {"rope_freqs.weight": torch.ones(8)} if "freqs" in fields else {}
+    file = write(tmp_path / "a.gguf", kind, weights, config, **{**keys_of(config), **own})
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(file, base_model=tmp_path)
+
+
+def test_a_factor_without_a_kind_is_linear_as_llama_cpp_takes_it(tmp_path):
+    case = load("dflash_z_qwen3_b8_n3_l2")
+    config = case.facts["config"]
+    file = write(tmp_path / "a.gguf", "dflash", case.weights, config, **keys_of(config), **{"rope.scaling.factor": 2.0})
+    rotary = convert_checkpoint(file).fields["layer_config"]["rope_parameters"]
+    assert rotary["rope_type"] == "linear" and rotary["factor"] == 2.0
 
 
 def test_a_cut_file_is_refused_in_one_line(tmp_path):

@@ -263,6 +263,19 @@ def test_weights_in_eight_bits_are_unpacked_by_their_scales(form, ending, glm):
     torch.testing.assert_close(found, (packed.float() * wide).bfloat16().float())
 
 
+@pytest.mark.parametrize("holder", ["quantization_config", "text_config"])
+def test_blocks_that_do_not_divide_a_weight_are_as_wide_as_the_config_says(holder, glm):
+    """As the 576 rows of DeepSeek's in blocks of 128."""
+    scales = torch.tensor([[0.5, 2.0], [3.0, 0.25]])
+    packed = load_file(glm / "second.safetensors")[QUERIES].to(torch.float8_e4m3fn)
+    edit(glm, lambda tensors: {**tensors, QUERIES: packed, f"{QUERIES}_scale_inv": scales})
+    fields = json.loads((glm / "config.json").read_text())
+    (glm / "config.json").write_text(json.dumps({**fields, holder: {"q": {"weight_block_size": [24, 20]}}}))
+    (module,) = find_modules(str(glm), base_of("glm4_moe").config, {}).tensors()
+    wide = scales.repeat_interleave(24, 0)[:32].repeat_interleave(20, 1)[:, :32]
+    assert torch.equal(module["body.layer.self_attn.q_proj.weight"], (packed.float() * wide).bfloat16())
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_copies_of_the_base_are_dropped_and_others_kept(own, glm):
     base = base_of("glm4_moe")
@@ -311,6 +324,9 @@ def test_several_modules_are_not_written_under_the_names_of_one(model_type, tmp_
 def test_a_damaged_shard_is_one_line(glm):
     (glm / "second.safetensors").write_bytes(b"12345678")
     with pytest.raises(OSError, match="second.safetensors' is not a readable safetensors file"):
+        find_modules(str(glm), base_of("glm4_moe").config, {}).tensors()
+    save_file({"spare": torch.zeros(1)}, glm / "second.safetensors")
+    with pytest.raises(OSError, match="second.safetensors' lacks 'model.layers.2.*which the index says is there"):
         find_modules(str(glm), base_of("glm4_moe").config, {}).tensors()
     (glm / "second.safetensors").unlink()
     with pytest.raises(OSError, match="lacks second.safetensors, which its model.safetensors.index.json names"):
@@ -449,6 +465,11 @@ BROKEN = {
         str(dtype): ("glm4_moe", in_type(dtype), f"holds {QUERIES!r} .* of which nothing says how it is unpacked")
         for dtype in (torch.uint8, torch.float8_e4m3fn, torch.int32)
     },
+    "scales of blocks of no known width": (
+        "glm4_moe",
+        lambda tensors: tensors | {FC: tensors[FC].to(torch.float8_e4m3fn), f"{FC}_scale_inv": torch.ones(3, 5)},
+        r"holds .*eh_proj.weight' .* with scales \[3, 5\], which are not those of its",
+    ),
     "scales of another form": (
         "glm4_moe",
         lambda tensors: tensors | {FC: tensors[FC].to(torch.float8_e4m3fn), f"{FC}_scale_inv": torch.ones(33, 3)},

@@ -243,6 +243,11 @@ def test_what_does_not_fit_is_refused_in_one_line(published):
     )
     damaged(folder, tensors=lambda found: found["masked_embedding.token_ordering"].fill_(3))
     refused("^'drafter.token_ordering' in .* has the token 3 more than once: give every token one place.$")
+    damaged(folder, config=lambda found: found["text_config"].update(attention_multiplier=0.5))
+    refused("says attention_multiplier 0.5 of its text_config in its config.json, for which there is no place here")
+    damaged(folder, config=lambda found: found["text_config"].pop("attention_multiplier"))
+    damaged(folder, config=lambda found: found.update(tie_word_embeddings=False))
+    refused("lacks the tensor 'lm_head.weight'")
     damaged(folder, tensors=lambda found: found.pop("post_projection.weight"))
     with pytest.raises(ValueError, match="is of no known layout"):
         GemmaAssistantForCausalLM.from_pretrained(folder, convert=True, base_model=base)
