@@ -275,8 +275,7 @@ def layer_types(name: str, config: Mapping[str, Any], layers: int) -> tuple[list
     if not {FULL, SLIDING}.issuperset(kinds) or (kinds and len(kinds) < layers):
         what = f"has the layer_types {shortened.repr(config['layer_types'])}: expected {FULL!r} or {SLIDING!r}"
         raise ValueError(f"{name!r} {what} for each of its {layers} layers, others have no family here.")
-    only = SLIDING if slides else FULL if False in (slides, uses) else None
-    if only is not None and not {only}.issuperset(kinds[:layers]):
+    if SLIDING in kinds[:layers] and not slides and False in (slides, uses):
         what = f"says use_swa {slides} and use_sliding_window {uses}, and the layer_types {shortened.repr(kinds)}"
         raise ValueError(f"{name!r} {what}: correct its config.json.")
     if not kinds and slides is None and (of_swa or (window and uses is None)):

@@ -98,7 +98,6 @@ DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 CONTRADICTIONS = {
     "a window of no width": (SLIDES | {"sliding_window": None}, "see a window, and no sliding_window: correct"),
     "a window that is off": (SLIDES | {"use_sliding_window": False}, "use_sliding_window False, and the layer_types"),
-    "a window for none": (SLIDES | {"use_swa": True, "layer_types": ["full_attention"] * 2}, "says use_swa True and"),
     "two scalings": (
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_parameters": DEFAULT},
         "says rope_type of its rope_scaling linear and rope_type of its rope_parameters default, of which one can be",
@@ -202,7 +201,7 @@ def test_rows_of_a_head_go_from_neighbours_to_halves():
 
 KINDS = {
     "types": ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}, [None, 5]),
-    "ModelOpt": ({"use_swa": True, "swa_window_size": 6, "sliding_window": 8}, [6, 6]),
+    "ModelOpt": ({"use_swa": True, "swa_window_size": 6, "layer_types": ["full_attention"] * 2}, [6, 6]),
     "Qwen": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, [None, 5]),
     "Qwen, all": ({"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}, [5, 5]),
     "off": ({"use_sliding_window": False, "sliding_window": 5}, [None, None]),
