@@ -15,7 +15,7 @@ import torch
 
 from hf_drafthead import cli
 from hf_drafthead.cli import common
-from hf_drafthead.trees import choice, cost_file, costs
+from hf_drafthead.trees import choice, costs
 
 MOST_CASES = 2  # of one test that `make test` runs
 SHARED = "hub_upload"  # a folder whose tests come first, and so to one worker: what they share takes long to make
@@ -97,10 +97,11 @@ def no_line_of_progress(monkeypatch):
 @pytest.fixture(autouse=True)
 def steps_that_cost_nothing(monkeypatch, tmp_path_factory):
     """What a call drafts does not depend on how fast the machine is: without an entry every step pays."""
-    monkeypatch.setattr(cost_file, "FILE", tmp_path_factory.getbasetemp() / "costs.json")
+    monkeypatch.setattr(costs, "FILE", tmp_path_factory.getbasetemp() / "costs.json")
     monkeypatch.setattr(choice, "_TOLD", set())
+    monkeypatch.setattr(costs, "_DOUBTED", {})
     monkeypatch.setattr(costs.StepCosts, "situation", "of a test")
-    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees: [1.0] * len(trees))
+    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees: costs.NodeCosts(dict.fromkeys(trees, 1.0)))
 
 
 class DeprecationNotices(logging.Handler):

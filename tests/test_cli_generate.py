@@ -253,7 +253,7 @@ def test_info_tries_on_the_base_whether_the_heads_draft(folder, run, tmp_path):
     found = json.loads(file.read_text())["probe"]
     assert found["drafts"] is True and found["base_parameters"] == sum(one.numel() for one in base.parameters())
     assert (found["device"], found["dtype"]) == ("cpu", "float32")
-    assert "calls take     10 nodes, as many as pay on the text: These heads were not calibrated" in out
+    assert "calls draft    10 nodes, as many as pay on the text: these heads were not calibrated" in out
     assert "drafts         yes" in out and f"{found['base_parameters']:,} parameters" in out
     words = ["--dtype", "bfloat16", "--device", "cpu", "--base-model", folder / "base"]
     _, out, _ = run("info", folder / "medusa", *words, "--json", file)

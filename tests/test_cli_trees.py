@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from hf_drafthead.cli import common
 from hf_drafthead.cli.trees import entry_in_words
 from hf_drafthead.generation.tree import DraftTree, published_trees
-from hf_drafthead.trees import calibrate, cost_file
+from hf_drafthead.trees import calibrate, costs
 from hf_drafthead.trees.entries import CalibrationKey, cpu_name
 from tests.checkpoints import save_base, save_heads
 
@@ -133,8 +133,8 @@ def test_the_published_trees_are_listed_and_drawn(command):
 
 
 def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, command):
-    monkeypatch.setattr(cost_file, "FILE", tmp_path / "costs.json")
-    cost_file.keep("a CPU", {"8 nodes in 3 levels": [1.5, 1.2], "9 nodes": []})
+    monkeypatch.setattr(costs, "FILE", tmp_path / "costs.json")
+    costs._keep("a CPU", {"8 nodes in 3 levels": [1.5, 1.2], "9 nodes": []})
 
     def shown(*options):
         code, out, _ = command("costs", *options)
@@ -146,5 +146,5 @@ def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, comm
     assert "  8 nodes in 3 levels: 1.50 steps of the base (half of the times at most 1.20 as long), 20" in lines[2]
     assert "  9 nodes: not measurable, 20" in lines[3]
     assert json.loads((tmp_path / "shown.json").read_text())["costs"]["a CPU"]["8 nodes in 3 levels"][0] == 1.5
-    assert shown("--clear")[-1] == "removed: costs of 1 kind(s) of calls." and not cost_file.FILE.exists()
-    assert shown() == [str(cost_file.FILE)]
+    assert shown("--clear")[-1] == "removed: costs of 1 kind(s) of calls." and not costs.FILE.exists()
+    assert shown() == [str(costs.FILE)]

@@ -9,8 +9,7 @@ import torch
 from hf_drafthead.modeling import DraftHeadPreTrainedModel, families
 from hf_drafthead.training import run
 from hf_drafthead.training.record import whole_checkpoint
-from hf_drafthead.trees.grow import grow_tree
-from hf_drafthead.trees.rank_paths import rank_paths
+from hf_drafthead.trees.rank_paths import grow_tree, rank_paths
 
 from .base import store_as_bfloat16
 

@@ -29,7 +29,7 @@ from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.trees.rows import Plans
+from hf_drafthead.trees.choice import Plans
 
 logger = logging.get_logger(__name__)
 

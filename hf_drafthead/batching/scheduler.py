@@ -21,7 +21,7 @@ from hf_drafthead.generation.entry import FAR, BesideOthers
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.state import Member
 from hf_drafthead.generation.tree import ROOT_ALONE
-from hf_drafthead.trees.rows import Plans
+from hf_drafthead.trees.choice import Plans
 
 logger = logging.get_logger(__name__)
 
@@ -119,8 +119,7 @@ class Scheduler:
         plan, device = self.plans.largest, device_of(self.model)
         if self.plans.execution.name == "eager" or batch.running:
             return
-        trees = [plan.tree] if plan.sizes is None else [tree for _, tree in plan.sizes.among]
-        trees += [] if chooser(plan, device.type == "cpu", None) is None else [ROOT_ALONE]
+        trees = [plan.tree] if chooser(plan, device.type == "cpu", None) is None else [plan.tree, ROOT_ALONE]
         steps = [tree for tree in trees for _ in range(WARM_STEPS)]
         vocabulary = self.model.base.config.get_text_config(decoder=True).vocab_size
         settings = {

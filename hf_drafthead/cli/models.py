@@ -222,7 +222,7 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
     else:
         weights = f"{probed['base_parameters']:,} parameters, {probed['memory'] / 2**20:.1f} MiB with the heads"
         rows.append(("on its base", f"{weights} ({probed['dtype']}, {probed['device']})"))
-        rows.append(("calls take", probed["plan"]))
+        rows.append(("calls draft", probed["plan"]))
         rows.append(("drafts", "yes" if probed["drafts"] else f"no, the base decodes by itself: {probed['why_not']}"))
     chosen = settings.get("draft_tree")
     if summary["tree"] is not None:

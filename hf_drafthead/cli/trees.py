@@ -1,6 +1,5 @@
 """`hf-drafthead calibrate`, `costs` and `trees`: which draft tree is fastest here."""
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,19 +86,18 @@ def costs(
     json_path: common.Json = None,
 ) -> None:
     """Show what steps cost on this machine, by which calls without a calibration draft, and the file that holds it."""
-    from hf_drafthead.trees import cost_file
+    from hf_drafthead.trees import costs as room
 
-    common.say(str(cost_file.FILE))
-    everything = cost_file.stored()
+    everything = room.stored()
+    common.say(str(room.FILE))
     for situation, steps in everything.items():
         common.say(f"{common.printable(situation)}:")
         for name, (*cost, when) in steps.items():
-            day = time.strftime("%Y-%m-%d %H:%M", time.localtime(when))
             words = "{:.2f} steps of the base (half of the times at most {:.2f} as long)" if cost else "not measurable"
-            common.say(f"  {common.printable(name)}: {words.format(*cost)}, {day}")
-    common.write_json(json_path, {"file": str(cost_file.FILE), "costs": everything})
+            common.say(f"  {common.printable(name)}: {words.format(*cost)}, {room.day(when)}")
+    common.write_json(json_path, {"file": str(room.FILE), "costs": everything})
     if clear:
-        common.say(f"removed: costs of {cost_file.clear()} kind(s) of calls.")
+        common.say(f"removed: costs of {room.clear()} kind(s) of calls.")
 
 
 @common.app.command()

@@ -14,9 +14,9 @@ from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.trees.choice import Plans
 from hf_drafthead.trees.entries import device_name
 from hf_drafthead.trees.rank_paths import TO_THE_END
-from hf_drafthead.trees.rows import Plans
 
 
 def load(name: str, **kwargs: Any) -> tuple[Any, Any]:

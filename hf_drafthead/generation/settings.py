@@ -37,7 +37,7 @@ class DraftPlan:
     base_decodes: bool = False
 
     def __str__(self) -> str:
-        nodes = f"{self.tree.num_nodes} {'node' if self.tree.num_nodes == 1 else 'nodes'}"
+        nodes = f"{self.tree.num_nodes} nodes" if self.tree.num_nodes > 1 else "nothing"
         copies = f" with {self.tree.copies} copied tokens" if isinstance(self.tree, LookupTree) else ""
         return f"{nodes}{copies}{', as many as pay on the text' if self.sizes else ''}: {self.why}"
 

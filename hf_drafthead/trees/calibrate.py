@@ -2,7 +2,7 @@
 
 text       the base continues some prompts
 grow       one pass of the heads over two thirds of it counts which rank paths were right: a tree of every size, and
-           how many steps a generation takes with it (`grow`)
+           how many steps a generation takes with it (`rank_paths`)
 time       what steps with a few trees cost (`costs`), from which follows which tree promises most
 compare    short calls of it, with copies from the text and without, and of the base take turns on the other third
 """
@@ -26,13 +26,14 @@ from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import draft_vocabulary
-from hf_drafthead.generation.tree import MAX_NODES, DraftTree
-from hf_drafthead.trees.costs import seconds_in_turn
+from hf_drafthead.generation.tree import MAX_NODES, ROOT_ALONE
+from hf_drafthead.trees.costs import ALONE, NodeCosts, Size, StepCosts, trees_of
 from hf_drafthead.trees.entries import key_of_calls, merged
-from hf_drafthead.trees.grow import ALONE, MOST_RANK, Size, TreeStatistics
 from hf_drafthead.trees.rank_paths import (
+    MOST_RANK,
     TO_THE_END,
     TOKENS_ALONE,
+    TreeStatistics,
     check_prompts,
     check_temperature,
     left_padded,
@@ -40,7 +41,6 @@ from hf_drafthead.trees.rank_paths import (
     ranks_by_text,
     sampled_prompts,
 )
-from hf_drafthead.trees.sizes import NodeCosts, sizes_up_to
 from hf_drafthead.trees.timing import StepClock, time_interleaved
 
 LEAST_POSITIONS = 60  # on which guesses are counted
@@ -117,9 +117,9 @@ def calibrate(
             timed = {tree for tree in counted.steps if tree.nodes <= max(costs.measured).nodes}
             speedups = {tree: counted.fewer_steps(tree, size) / costs(*tree) for tree in timed - {ALONE}}
             calls = [{**batch, **call} for batch in batches_of(model, held_out, size)]
-            comparison = Comparison(model, counted, fastest_of(speedups), captured)
-            comparison.run(calls, advance)
-            fastest, measured = comparison.figures(len(calls))
+            paths = counted.paths[fastest_of(speedups)]
+            pairs = timed_in_turn(model, paths, calls, captured, advance)
+            fastest, measured = figures_of(pairs, paths, len(calls))
             promised = [(*tree, counted.tokens_per_step(tree), faster) for tree, faster in sorted(speedups.items())]
             measured["candidates"] = [[*row[:2], *(round(value, 4) for value in row[2:])] for row in promised]
             measured["costs"] = [[*tree, round(cost, 4)] for tree, cost in sorted(costs.measured.items())]
@@ -163,18 +163,12 @@ def count_trees(
 
 def costs_of_trees(model: Any, counted: TreeStatistics, rows: int, captured: bool) -> NodeCosts:
     """What steps cost in those of the root alone: of a few trees, from which the costs of others follow."""
-    config = GenerationConfig(cache_implementation="static" if captured else None)
     paths = counted.paths[max(counted.steps, key=lambda size: counted.fewer_steps(size, rows))]
-    most = min(len(paths) + 1, COMPILED_NODES[-1]) if captured else len(paths) + 1
-    nodes = {count for count in (*COMPILED_NODES, most) if count <= most} if captured else sizes_up_to(most)[1:]
-    trees = [DraftTree.root_alone(), *(DraftTree(paths[: count - 1]) for count in sorted(nodes))]
-    if not captured:  # as many nodes in one level
-        ranks = min(most - 1, draft_vocabulary(model.base, model.drafter))
-        trees.append(DraftTree([(rank,) for rank in range(ranks)]))
-    by_size = {Size(tree.num_nodes, tree.max_depth): tree for tree in trees}
-    seconds, _ = seconds_in_turn(model, model._base_reader(), rows, by_size, Execution.wanted(model, config))
-    alone = max(min(seconds.pop(ALONE)), 1e-9)
-    return NodeCosts({size: max(min(each) / alone, 0.01) for size, each in seconds.items()})
+    trees = trees_of(paths, draft_vocabulary(model.base, model.drafter), COMPILED_NODES * captured)
+    execution = Execution.wanted(model, GenerationConfig(cache_implementation="static" if captured else None))
+    costs = StepCosts(model, model._base_reader(), key_of_calls(model, rows, captured), execution)
+    costs.doubt(0)  # an entry is kept for long
+    return costs(trees) or NodeCosts({max(trees): 1.0})  # what trees cost is seen in the calls that follow
 
 
 def fastest_of(speedups: Mapping[Size, float]) -> Size:
@@ -191,56 +185,65 @@ class Timed(NamedTuple):
     steps: int
 
 
-class Comparison:
-    """One tree, with copies from the text and without, and the base in turn on the same short calls."""
+Pairs = list[dict[int, Timed]]  # calls of the base, under -1, and of a tree by how many tokens its steps copy
 
-    def __init__(self, model: Any, counted: TreeStatistics, best: Size, captured: bool):
-        self.model, self.best, self.paths = model, best, [list(path) for path in counted.paths[best]]
-        self.tree, self.static = counted.tree(best), {"cache_implementation": "static"} if captured else {}
-        self.copies = sorted({copies if best == ALONE else min(copies, best.nodes - 1) for copies in COPIES})
-        self.pairs: list[dict[int, Timed]] = []  # of the base, under -1, and by how many tokens steps copy
 
-    def run(self, calls: Sequence[dict[str, Any]], advance: Callable[[], object]) -> None:
-        """Time calls without end-of-sequence tokens, so that all texts are of one length."""
-        begun = time.perf_counter()
-        for number, call in zip(range(PAIRS), itertools.cycle(calls)):
-            if number >= FEW_PAIRS and time.perf_counter() - begun > LONG:
-                return
-            runs = {count: functools.partial(self._timed, call, count) for count in (-1, *self.copies)}
-            timed, _ = time_interleaved(runs, 1, self.model.base.device, first=number)
-            self.pairs.append(timed)
-            advance()
+def timed_in_turn(
+    model: Any,
+    paths: Sequence[Sequence[int]],
+    calls: Sequence[dict[str, Any]],
+    captured: bool,
+    advance: Callable[[], object],
+) -> Pairs:
+    """Calls with a tree and without, in turn, none of which ends early, so that all texts are of one length."""
+    begun, pairs, none_pays = time.perf_counter(), [], not paths
+    tree = [*map(list, paths)] or ROOT_ALONE
+    counts = sorted({copies if none_pays else min(copies, len(paths)) for copies in COPIES})
+    for number, call in zip(range(PAIRS), itertools.cycle(calls)):
+        if number >= FEW_PAIRS and time.perf_counter() - begun > LONG:
+            break
+        runs = {}
+        for count in (-1, *counts):
+            how = {"draft_tree": tree, "prompt_lookup_num_tokens": count or None}
+            of_base = count < 0 or (none_pays and not count)
+            runs[count] = functools.partial(timed, model, call, captured, None if of_base else how)
+        pairs.append(time_interleaved(runs, 1, model.base.device, first=number)[0])
+        advance()
+    return pairs
 
-    def _timed(self, call: dict[str, Any], copies: int) -> Timed:
-        clock = StepClock()
-        with own_seed(self.model):
-            if of_base := copies < 0 or (self.best == ALONE and not copies):
-                text = with_room(self.model.base.generate)(**call, streamer=clock)
-            else:
-                how = {"draft_tree": self.tree, "prompt_lookup_num_tokens": copies or None}
-                text = self.model.generate(**call, **self.static, **how, on_step=clock.put)
-        return Timed(text, *clock.figures(prompts=int(of_base))[1:])
 
-    def figures(self, texts: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """`tree` and `lookup` of an entry, and the figures of `measured`, of rounds over so many texts in turn."""
-        pairs, gains, paths = self.pairs, {0: (1.0, 1.0)}, self.paths
-        for count in self.copies[1:]:
-            fewer = sum(pair[0].steps for pair in pairs) / sum(pair[count].steps for pair in pairs)
-            gains[count] = statistics.median(pair[0].seconds / pair[count].seconds for pair in pairs), fewer
-        *_, copies = max((*gain, count) for count, gain in gains.items() if gain[0] >= PAYS or not count)
-        logs = [math.log(pair[-1].seconds / pair[copies].seconds) for pair in pairs]
-        tau = sum(pair[-1].steps for pair in pairs) / sum(pair[copies].steps for pair in pairs)
-        speedup, interval = math.exp(statistics.mean(logs)), interval_of(logs, texts)
-        if speedup < PAYS or not (paths or copies):
-            paths, copies, speedup, tau, interval = [], 0, 1.0, 1.0, None
-        rate = statistics.median(len(pair[-1].text) * pair[-1].steps / pair[-1].seconds for pair in pairs)
-        figures = {"tokens_per_step": tau, "step_cost": tau / speedup, "speedup": speedup}
-        figures |= {"tokens_per_second": speedup * rate, "base_tokens_per_second": rate}
-        measured: dict[str, Any] = {name: round(value, 4) for name, value in figures.items()}
-        measured["interval"] = interval and [round(end, 4) for end in interval]
-        measured["copies"] = [[count, *(round(value, 4) for value in gain)] for count, gain in gains.items()]
-        measured["identical"] = all(torch.equal(one.text, pair[-1].text) for pair in pairs for one in pair.values())
-        return {"tree": paths, "lookup": copies}, measured
+def timed(model: Any, call: dict[str, Any], captured: bool, how: dict[str, Any] | None) -> Timed:
+    """One call, with a tree, or of the base."""
+    clock = StepClock()
+    with own_seed(model):
+        if how is None:
+            text = with_room(model.base.generate)(**call, streamer=clock)
+        else:
+            static = {"cache_implementation": "static"} if captured else {}
+            text = model.generate(**call, **static, **how, on_step=clock.put)
+    return Timed(text, *clock.figures(prompts=int(how is None))[1:])
+
+
+def figures_of(pairs: Pairs, paths: Sequence[Sequence[int]], texts: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`tree` and `lookup` of an entry, and the figures of `measured`, of rounds over so many texts in turn."""
+    gains = {0: (1.0, 1.0)}
+    for count in sorted(pairs[0].keys() - {-1, 0}):
+        fewer = sum(pair[0].steps for pair in pairs) / sum(pair[count].steps for pair in pairs)
+        gains[count] = statistics.median(pair[0].seconds / pair[count].seconds for pair in pairs), fewer
+    *_, copies = max((*gain, count) for count, gain in gains.items() if gain[0] >= PAYS or not count)
+    logs = [math.log(pair[-1].seconds / pair[copies].seconds) for pair in pairs]
+    tau = sum(pair[-1].steps for pair in pairs) / sum(pair[copies].steps for pair in pairs)
+    speedup, interval = math.exp(statistics.mean(logs)), interval_of(logs, texts)
+    if speedup < PAYS or not (paths or copies):
+        paths, copies, speedup, tau, interval = [], 0, 1.0, 1.0, None
+    rate = statistics.median(len(pair[-1].text) * pair[-1].steps / pair[-1].seconds for pair in pairs)
+    figures = {"tokens_per_step": tau, "step_cost": tau / speedup, "speedup": speedup}
+    figures |= {"tokens_per_second": speedup * rate, "base_tokens_per_second": rate}
+    measured: dict[str, Any] = {name: round(value, 4) for name, value in figures.items()}
+    measured["interval"] = interval and [round(end, 4) for end in interval]
+    measured["copies"] = [[count, *(round(value, 4) for value in gain)] for count, gain in gains.items()]
+    measured["identical"] = all(torch.equal(one.text, pair[-1].text) for pair in pairs for one in pair.values())
+    return {"tree": [*map(list, paths)], "lookup": copies}, measured
 
 
 def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:

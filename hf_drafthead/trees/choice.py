@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.bases.reader import BaseReader
@@ -17,11 +18,10 @@ from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
 from hf_drafthead.generation.state import draft_vocabulary
-from hf_drafthead.generation.tree import DraftTree, Tree, copies_alone
-from hf_drafthead.trees.costs import StepCosts
-from hf_drafthead.trees.entries import CalibrationKey, copies_of, costs_of, matching, tree_of
-from hf_drafthead.trees.grow import Size
-from hf_drafthead.trees.sizes import ALLOWANCE, MOST_LEFT, NodeCosts, SizeRule, steps_by_size, trees_by_size
+from hf_drafthead.generation.tree import COPIES, ROOT_ALONE, DraftTree, Tree, copies_alone
+from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, trees_of
+from hf_drafthead.trees.entries import Calibrated, CalibrationKey, matching
+from hf_drafthead.trees.sizes import MOST_LEFT, SizeRule
 
 logger = logging.get_logger(__name__)
 
@@ -32,6 +32,7 @@ SMALL_STEP = 16  # tokens of all rows that a step with SMALL_TREE verifies, with
 UNMEASURED = 1.5  # cost of a step where that cannot be measured
 MOST = 2.5  # tokens of a step that no text is expected to exceed
 LARGER = 1.25  # times as much as with few nodes a step may cost with all
+SLOTS, SLOTS_ON_CPU = 32, 8  # requests at once where nobody says; on a CPU each further token of a step costs
 Limits = tuple[int | None, int]  # how deep heads guess, None without a limit, and among how many tokens
 _TOLD: set[Hashable] = set()  # what this process was told of its choices
 
@@ -67,98 +68,88 @@ def choose(
         if entry is None:
             plan = without_entry(settings, key, limits, costs)
         else:
-            plan, calibrated_copies = of_entry(entry, settings, key, limits)
-            copies = calibrated_copies or None if copies is None else copies
+            calibrated = Calibrated.of(entry, *limits)
+            plan = of_entry(calibrated, settings, key)
+            copies = calibrated.copies or None if copies is None else copies
     if copies is None:
         return plan
-    vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
-    plan = plan.with_lookup(copies, longest_match, vocabulary, texts)
-    if key.on_cpu and plan.acceptance == "exact" and plan.sizes is None and copies_alone(plan.tree):
-        cost = (costs([plan.tree]) or [UNMEASURED])[0]
-        return sized(plan, key, NodeCosts({Size(plan.tree.num_nodes, 0): cost}))
-    return plan if plan.sizes is None else sized(plan, key, plan.sizes.costs, plan.sizes.allowance, plan.sizes.watch)
+    plan = plan.with_lookup(copies, longest_match, model.base.config.get_text_config(decoder=True).vocab_size, texts)
+    if plan.sizes is not None:
+        return replace(plan, sizes=replace(plan.sizes, tree=plan.tree))
+    if key.on_cpu and plan.acceptance == "exact" and copies_alone(plan.tree):
+        size = Size(plan.tree.num_nodes, 0)
+        return sized(plan, key, costs({size: plan.tree}) or NodeCosts({size: UNMEASURED}))
+    return plan
 
 
-def sized(
-    plan: DraftPlan, key: CalibrationKey, costs: NodeCosts, allowance: float = ALLOWANCE, watch: Any = None
-) -> DraftPlan:
-    """The plan with as many nodes in each step as pay."""
-    exact = plan.acceptance == "exact"  # else the text depends on what is drafted
-    reads = exact and key.on_cpu and key.execution == "eager"
-    among = trees_by_size(plan.tree, key.execution, exact and not reads)
-    return replace(plan, sizes=SizeRule(plan.tree, costs, reads, among, allowance, watch))
+def sized(plan: DraftPlan, key: CalibrationKey, costs: NodeCosts, **more: Any) -> DraftPlan:
+    """The plan with as many nodes in each step as pay; more: fields of `SizeRule`."""
+    reads = key.on_cpu and key.execution == "eager"
+    return replace(plan, sizes=SizeRule(plan.tree, costs, reads, **more))
 
 
-def of_entry(
-    entry: dict[str, Any], settings: DraftSettings, key: CalibrationKey, limits: Limits
-) -> tuple[DraftPlan, int]:
-    """The plan with the tree of the entry for this call, and the tokens that each step copies from the text."""
-    tree = tree_of(entry, *limits)
-    copies = copies_of(entry)
-    measured = entry.get("measured") or {}
-    speedup, why = measured.get("speedup"), f"calibrated for this call ({key})"
-    why += f", {speedup:.2f} times as fast as the base" if isinstance(speedup, float) else ""
+def chooses(settings: DraftSettings, key: CalibrationKey) -> bool:
+    """Whether steps choose among the nodes of a tree that the call does not name: where the host knows what they are
+    worth, or is asked to wait for it, and the text does not depend on what is drafted."""
+    return (key.on_cpu or settings.draft_tree == AUTO) and settings.acceptance == "exact"
+
+
+def of_entry(calibrated: Calibrated, settings: DraftSettings, key: CalibrationKey) -> DraftPlan:
+    """The plan with the tree that was calibrated for a call."""
+    tree, why = calibrated.tree, f"calibrated for this call ({key})"
+    why += "" if calibrated.speedup is None else f", {calibrated.speedup:.2f} times as fast as the base"
     if nothing := not tree.max_depth:
         why = f"no tree paid when this call was calibrated ({key}; draft_tree= drafts all the same)"
     plan = replace(settings.with_tree(tree), why=why, base_decodes=nothing)
-    if settings.draft_tree == AUTO and (tree.max_depth or copies):
-        size = Size(max(tree.num_nodes, copies + 1), tree.max_depth)
-        plan = sized(plan, key, NodeCosts(costs_of(entry, size)), MOST_LEFT)
-    return plan, copies
+    if not (calibrated.costs and chooses(settings, key)) or (nothing and not calibrated.copies):
+        return plan
+    costs = NodeCosts({Size(*size): cost for size, cost in calibrated.costs.items()})
+    return sized(plan, key, costs, allowance=MOST_LEFT)
 
 
 def without_entry(settings: DraftSettings, key: CalibrationKey, limits: Limits, costs: StepCosts) -> DraftPlan:
     """The plan of a call for which nothing was calibrated: of the first nodes of a tree on a CPU, elsewhere of all of
     them where they cost little more; with none where no text is expected to save what a step costs here."""
-    auto, why = settings.draft_tree == AUTO, f"These heads were not calibrated for this call ({key})"
+    why = f"these heads were not calibrated for this call ({key})"
+    captured = " --captured" if key.execution == "compiled" else ""
+    advice = f"`hf-drafthead calibrate PATH --batch-size {key.batch_size}{captured}` measures here"
     few = first_paths(settings.draft_tree, limits, key)
     if few is None:  # a tree of the user's own is drafted as it is
         return replace(settings.plan(*limits), why=why)
-    plan, several = replace(settings, draft_tree=few).plan(*limits), auto or key.on_cpu
-    whole = plan if several else settings.plan(*limits)
-    captured = " --captured" if key.execution == "compiled" else ""
-    advice = f"run `hf-drafthead calibrate PATH --batch-size {key.batch_size}{captured}` to measure here."
+    plan, several = replace(settings, draft_tree=few).plan(*limits), chooses(settings, key)
+    whole = plan if key.on_cpu or settings.draft_tree == AUTO else settings.plan(*limits)
     if settings.acceptance != "exact":  # whose text depends on what is drafted
-        plan = replace(whole, why=why)
-        plan = sized(plan, key, unmeasured(plan.tree)) if auto else plan
-        _tell(key, plan, f"{why}: a tree of {plan.tree.num_nodes} nodes is a first choice; {advice}")
-        return plan
-    found, takes = measured(plan.tree, key, limits, several, costs), "What a step costs here could not be measured."
-    if found and not several:
-        of_whole = measured(whole.tree, key, limits, several, costs)
+        return _told(key, replace(whole, why=f"{why}, and these are a first choice; {advice}"))
+    found = costs(steps_of(plan.tree, key, limits))
+    if found and plan is not whole:
+        of_whole = costs(steps_of(whole.tree, key, limits))
         if of_whole and of_whole.whole <= LARGER * found.whole:
             plan, found = whole, of_whole
-    if found:
-        takes = f"On this machine a step takes with {plan.tree.num_nodes} nodes as long as {found.whole:.1f} of the "
-        takes += f"base's{costs.in_words(plan.tree)}."
-    watch = costs.contradict if found and key.on_cpu else None
-    why, found = f"{why}. {takes}", found or unmeasured(plan.tree)
-    if auto or found.pays(MOST):
-        plan = replace(plan, why=why)
-        plan = sized(plan, key, found, watch=watch) if several else plan
-        pays = ", as many as pay on the text" if several else ""
-        _tell(key, plan, f"{why} {plan.tree.num_nodes} nodes are drafted{pays}; {advice}")
-        return plan
+    size = Size(plan.tree.num_nodes, plan.tree.max_depth)
+    if found is None:
+        why += "; what a step costs here could not be measured"
+    else:
+        why += f"; on this machine a step takes with {size.nodes} nodes as long as {found.whole:.1f} of the base's"
+        why += costs.in_words(size)
+    if found is None or found.pays(MOST):
+        if several:
+            watch = costs.contradict if found and key.on_cpu else None
+            plan = sized(plan, key, found or NodeCosts({size: UNMEASURED}), watch=watch)
+        return _told(key, replace(plan, why=f"{why}; {advice}"))
     costs.doubt()
     # steps that are not eager take less, with the root alone, than the base's own decoding
     eager = key.execution == "eager"
     instead = "the base decodes by itself" if eager else f"steps are {key.execution} all the same"
-    why += f" No text is expected to save that: nothing is drafted, {instead}"
-    plan = replace(plan, tree=DraftTree.root_alone(), why=why, base_decodes=eager)
-    instead = "draft_tree= drafts all the same, `hf-drafthead costs --clear` has steps measured anew"
-    _tell(key, plan, f"{why}; {instead}; {advice}")
-    return plan
+    why += f", which no text is expected to save: {instead}; draft_tree= drafts all the same, `hf-drafthead costs "
+    why += f"--clear` has steps measured anew, {advice}"
+    return _told(key, replace(plan, tree=ROOT_ALONE, why=why, base_decodes=eager))
 
 
-def measured(tree: Tree, key: CalibrationKey, limits: Limits, several: bool, costs: StepCosts) -> NodeCosts | None:
-    """What steps with a tree cost, and with several sizes of it; None where that cannot be measured."""
-    steps = steps_by_size(tree, key.execution, limits[1] * key.on_cpu, several)
-    found = costs([*steps.values()])
-    return None if found is None else NodeCosts(dict(zip(steps, found)))
-
-
-def unmeasured(tree: Tree) -> NodeCosts:
-    return NodeCosts({Size(tree.num_nodes, tree.max_depth): UNMEASURED})
+def steps_of(tree: Tree, key: CalibrationKey, limits: Limits) -> dict[Size, Tree]:
+    """The steps whose costs are to be known: with a tree, and with fewer of its nodes where each step may take them."""
+    if isinstance(tree, DraftTree) and key.on_cpu and key.execution == "eager":
+        return trees_of(sorted(tree.paths, key=lambda path: (len(path) + sum(path), path)), limits[1])
+    return {Size(tree.num_nodes, tree.max_depth): tree}
 
 
 def first_paths(draft_tree: Any, limits: Limits, key: CalibrationKey) -> list[list[int]] | None:
@@ -183,9 +174,67 @@ def small_paths(max_depth: int | None, vocabulary: int, rows: int = 1, most: int
     return [path for path in paths if len(path) <= (max_depth or len(path)) and max(path) < vocabulary]
 
 
-def _tell(key: CalibrationKey, plan: DraftPlan, line: str) -> None:
-    """Tell a choice once in a process for all numbers of rows: what is drafted, and that nothing is."""
+def _told(key: CalibrationKey, plan: DraftPlan) -> DraftPlan:
+    """The plan, which is told once in a process for all numbers of rows, and once that nothing is drafted."""
     kind = key._replace(batch_size=0), plan.tree.max_depth > 0
     if kind not in _TOLD:
         _TOLD.add(kind)
-        logger.warning(line)
+        logger.warning(f"Calls draft {plan}.")
+    return plan
+
+
+class Plans:
+    """The plan for each number of running rows of a manager, made when it is first asked for.
+
+    Args:
+        config: of the manager; None: the model's.
+        slots: rows at most; None: as many requests as are `wanted`, where that is known, at most 8 on a CPU, else 32.
+        draft_tree: of all steps; None: what was measured, or a first choice.
+        texts: others than the requests' own that are copied from; None: none.
+
+    Raises:
+        TypeError, ValueError: a setting that does not fit.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: GenerationConfig | None,
+        slots: int | None,
+        wanted: int | None = None,
+        draft_tree: Any = None,
+        texts: TextIndex | None = None,
+    ):
+        most = SLOTS_ON_CPU if model.base.device.type == "cpu" else SLOTS
+        self.model, self.slots, self.texts = model, slots or min(wanted or most, most), texts
+        self.reader: BaseReader | None = None
+        self.config = model._merged_config(config, {"use_cache": True})[0]
+        self.settings = DraftSettings.from_config(self.config, draft_tree=draft_tree)
+        self.execution = Execution.wanted(model, self.config)
+        self.plans: dict[int, DraftPlan] = {}
+        measured = draft_tree in (None, AUTO) and model.drafter.copies is None
+        self.named = None if measured else self.settings.plan(*model._guesses_among())
+
+    def renew(self, reader: BaseReader) -> None:
+        """Plan for a base that is run in this way."""
+        self.reader = reader
+        self.plans.clear()
+
+    def __call__(self, rows: int) -> DraftPlan:
+        """The plan for so many rows; their number is rounded up to a power of two, of which there are few.
+
+        Where shapes are fixed all slots are rows, whoever is in them.
+        """
+        size = self.slots if self.execution.name != "eager" else min(1 << (rows - 1).bit_length(), self.slots)
+        if size not in self.plans:
+            assert self.reader is not None
+            copies = self.config.prompt_lookup_num_tokens or self.model.drafter.copies
+            how: dict[str, Any] = {"longest_match": self.config.max_matching_ngram_size, "texts": self.texts}
+            how |= {"named": self.named, "copies": copies or (None if self.texts is None else COPIES)}
+            self.plans[size] = choose(self.model, self.reader, self.settings, size, self.execution, **how)
+        return self.plans[size]
+
+    @property
+    def largest(self) -> DraftPlan:
+        """The plan of the largest tree."""
+        return max((self(rows) for rows in range(1, self.slots + 1)), key=lambda plan: plan.tree.num_nodes)

@@ -20,8 +20,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.trees.grow import Size
+from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree
 
 EXECUTIONS = ("eager", "compiled", "recorded")  # how a call runs its steps; recorded: as CUDA graphs
 # by drafter: what its weights were when they were hashed, and the hash
@@ -55,9 +54,6 @@ class CalibrationKey(NamedTuple):
     def of_entry(cls, entry: dict[str, Any]) -> CalibrationKey:
         """The key of an entry; ValueError: a field is missing, or of another type."""
         key = cls(*map(entry.get, cls._fields))  # type: ignore[arg-type]
-        if key.execution is None and isinstance(entry.get("captured"), bool):  # of an earlier version
-            otherwise = "eager" if key.device == "cpu" else "recorded"
-            key = key._replace(execution="compiled" if entry["captured"] else otherwise)
         kinds: dict[str, Any] = {"threads": int | None, "batch_size": int, "heads_hash": str | None}
         for name, value in key._asdict().items():
             if not isinstance(value, kinds.get(name, str)) or isinstance(value, bool):
@@ -93,37 +89,41 @@ def is_calibrated(model: Any, rows: int, captured: bool = False) -> bool:
     return bool(entries) and matching(entries, key_of_calls(model, rows, captured)) is not None
 
 
-def tree_of(entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> DraftTree:
-    """The tree of an entry, the root alone without paths; ValueError: none, or one that these heads cannot fill."""
-    paths = entry.get("tree")
-    try:
-        if not isinstance(paths, list):
-            raise TypeError(f"its tree is of type {type(paths).__name__}, expected a list of rank paths.")
-        return DraftTree.resolve(paths, max_depth, vocabulary) if paths else DraftTree.root_alone()
-    except (TypeError, ValueError) as error:
-        raise damaged(entry, error) from None
+class Calibrated(NamedTuple):
+    """What an entry says of its calls: the tree, the root alone where none pays; how many tokens each step copies from
+    the text; what steps with this tree, and with those that were timed beside it, cost in steps of the base, by nodes
+    and levels, nothing where that was not measured; how many times as fast as the base they are.
+    """
 
+    tree: DraftTree
+    copies: int
+    costs: dict[tuple[int, int], float]
+    speedup: float | None
 
-def copies_of(entry: dict[str, Any]) -> int:
-    """Tokens that each step copies from the text, none where the entry does not say; ValueError: no number."""
-    copies = entry.get("lookup", 0)
-    if isinstance(copies, bool) or not isinstance(copies, int) or copies < 0:
-        raise damaged(entry, TypeError(f"its lookup is {str(copies)[:20]!r}"))
-    return copies
-
-
-def costs_of(entry: dict[str, Any], size: Size) -> dict[Size, float]:
-    """What steps cost in steps of the base, with the entry's tree, of this size, and with those that were timed beside
-    it; ValueError: no cost is there, or one that is none."""
-    try:
-        measured = entry["measured"]
-        costs = {Size(nodes, depth): float(cost) for nodes, depth, cost in measured.get("costs", ())}
-        costs[size] = float(measured["step_cost"])
-        if not all(0 < cost < math.inf and each.nodes > each.depth >= 0 for each, cost in costs.items()):
-            raise ValueError(f"steps that cost {str([*costs.values()])[:40]} were never measured")
-        return costs
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise damaged(entry, error) from None
+    @classmethod
+    def of(cls, entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> Calibrated:
+        """Of an entry; ValueError: it is damaged, or has a tree that these heads cannot fill."""
+        paths, copies, measured = entry.get("tree"), entry.get("lookup", 0), entry.get("measured", {})
+        try:
+            if not isinstance(paths, list):
+                raise TypeError(f"its tree is of type {type(paths).__name__}, expected a list of rank paths.")
+            tree = DraftTree.resolve(paths, max_depth, vocabulary) if paths else ROOT_ALONE
+            if type(copies) is not int or copies < 0:
+                raise TypeError(f"its lookup is {str(copies)[:20]!r}")
+            if not isinstance(measured, dict) or not isinstance(costs := measured.get("costs", []), list):
+                raise TypeError("it does not say what was measured")
+            if "step_cost" in measured:
+                costs = [*costs, [max(tree.num_nodes, copies + 1), tree.max_depth, measured["step_cost"]]]
+            for nodes, depth, cost in costs:
+                if not (type(nodes) is type(depth) is int and nodes > depth >= 0):
+                    raise ValueError(f"{str([nodes, depth])[:40]} is no number of nodes and of levels")
+                if type(cost) not in (int, float) or not 0 < cost < math.inf:
+                    raise ValueError(f"a cost of {str(cost)[:20]!r} was never measured")
+            speedup = measured.get("speedup")
+            by_size = {(nodes, depth): float(cost) for nodes, depth, cost in costs}
+            return cls(tree, copies, by_size, speedup if type(speedup) is float else None)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise damaged(entry, error) from None
 
 
 def damaged(entry: dict[str, Any], error: Exception) -> ValueError:
@@ -136,8 +136,8 @@ def damaged(entry: dict[str, Any], error: Exception) -> ValueError:
 
 
 def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[str, Any]]:
-    """The entries with a new one, in place of the one of its key, of those of its dtype for other heads, and of those
-    that no call finds: damaged ones, and those of earlier versions, which call every CPU "cpu"."""
+    """The entries with a new one, in place of the one of its key, of those of its dtype for other heads, and of damaged
+    ones."""
     key = CalibrationKey.of_entry(new)
 
     def stays(entry: dict[str, Any]) -> bool:
@@ -146,7 +146,7 @@ def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[
         except ValueError:
             return False
         # the same heads have another hash where their values are rounded
-        return key != its and its.device != "cpu" and (its.dtype != key.dtype or its.heads_hash == key.heads_hash)
+        return key != its and (its.dtype != key.dtype or its.heads_hash == key.heads_hash)
 
     return [*filter(stays, entries), new]
 

@@ -1,22 +1,29 @@
-"""Text that the base itself writes, and at which ranks the heads guess it.
+"""Text that the base itself writes, at which ranks the heads guess it, and the trees that grow from these.
 
 A node is on the accepted path exactly when the next tokens of the text have the ranks that the node is named by. So
-one pass of the heads over a text says for every tree at once which of its nodes each step would accept.
+one pass of the heads over a text says for every tree at once which of its nodes each step would accept. The worth of
+(0, 2) is the share of positions where head 1 had the next token first and head 2 the one after third.
 
 Shapes: P prompt tokens, B rows, T tokens, S positions, K levels, M new tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
+import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree, RankPath
+from hf_drafthead.trees.costs import ALONE, Size
 
 UNLIMITED_DEPTH = 5  # levels that are looked at where the drafter could go on for ever
 TEXTS_AT_ONCE = 32
@@ -27,6 +34,8 @@ TOKENS_ALONE |= {f"output_{name}": False for name in ("scores", "logits", "atten
 # ... and, where all texts are to be of one length, that they do not end at words.
 TO_THE_END: dict[str, Any] = {"stop_strings": None, "token_healing": False, "eos_token_id": None}
 TO_THE_END |= {"exponential_decay_length_penalty": None}  # of the end-of-text token, which there is none of
+NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # of trees that are tried
+MOST_RANK = 64  # ranks from here on are never grown: finding them costs more than they are worth
 UNKNOWN = -1  # rank of a token behind the end of its row
 
 
@@ -220,3 +229,70 @@ def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:
             position += depth + 1
         steps_of_rows.append(steps)
     return steps_of_rows
+
+
+def grow_tree(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> list[RankPath]:
+    """The rank paths that were right most often, best first: every beginning of the list is the best tree of its size.
+
+    Args:
+        ranks: (..., K) from `rank_paths`; positions near a row's end, whose last level is not known, do not count.
+        nodes: N, at least 2, the root included; fewer come back where the text shows no more.
+        ranks_below: no path has a rank that is not below this.
+    """
+    if nodes < 2:
+        raise ValueError(f"a tree of {nodes} nodes drafts nothing: ask for at least 2, the root and one guess.")
+    ranks = ranks.flatten(0, -2)
+    known = ranks[ranks[:, -1] != UNKNOWN].tolist()
+    worth: Counter[RankPath] = Counter()
+    for path, count in Counter(map(tuple, known)).items():
+        for depth in range(1, len(path) + 1):
+            worth[path[:depth]] += count
+    fitting = (path for path in worth if max(path) < ranks_below)
+    # a parent is worth at least as much as its children and is shorter, so it always comes first
+    return heapq.nsmallest(nodes - 1, fitting, key=lambda path: (-worth[path], len(path), path))
+
+
+@dataclass(frozen=True)
+class TreeStatistics:
+    """What the base's own text says of trees, on any machine.
+
+    paths: the rank paths of the best tree of each size, the most valuable first, so that every beginning is a tree;
+    steps: by the size of a tree, tokens emitted by each step of generating each text, foretold with a tree that was not
+    grown on that text; positions: that were counted.
+    """
+
+    paths: dict[Size, list[RankPath]]
+    steps: dict[Size, list[list[int]]]
+    positions: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[torch.Tensor], max_nodes: int, ranks_below: int) -> TreeStatistics:
+        """Of texts whose ranks (S, K) are given. Every second one is foretold with the tree of the others, and the
+        other way round: a large tree knows the text that it was grown on better than any other."""
+        deepest = ranks[0].shape[1]
+        texts = torch.cat([*ranks]), torch.cat([*ranks[1::2]]), torch.cat([*ranks[0::2]])
+        paths: dict[Size, list[RankPath]] = {ALONE: []}
+        steps = {ALONE: [foretold_steps(ROOT_ALONE, text[None])[0] for text in ranks]}
+        for depth, nodes in itertools.product(range(1, deepest + 1), NODES):
+            every, *halves = (grow_tree(some[:, :depth], min(nodes, max_nodes), ranks_below) for some in texts)
+            if all((every, *halves)) and (size := Size(len(every) + 1, max(map(len, every)))) not in paths:
+                paths[size] = every
+                trees = [DraftTree(half) for half in halves]  # of even and odd texts
+                steps[size] = [foretold_steps(trees[n % 2], text[None])[0] for n, text in enumerate(ranks)]
+        return cls(paths, dict(sorted(steps.items())), sum(map(len, ranks)))
+
+    def tree(self, size: Size) -> DraftTree:
+        """The best tree of this size."""
+        return DraftTree(self.paths[size]) if size.nodes > 1 else ROOT_ALONE
+
+    def tokens_per_step(self, size: Size) -> float:
+        """Tokens that a step gives to a row."""
+        return statistics.mean(itertools.chain(*self.steps[size]))
+
+    def fewer_steps(self, size: Size, rows: int) -> float:
+        """How many times fewer steps than the base's own texts take in batches of B neighbours, each of which ends with
+        the row that takes most steps."""
+        texts, base = self.steps[size], self.steps[ALONE]
+        batches = [[(first + row) % len(texts) for row in range(rows)] for first in range(len(texts))]
+        steps = sum(max(len(texts[text]) for text in batch) for batch in batches)
+        return sum(max(len(base[text]) for text in batch) for batch in batches) / steps

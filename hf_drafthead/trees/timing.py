@@ -22,14 +22,17 @@ def time_interleaved(
     *,
     first: int = 0,
     before: Callable[[], object] = lambda: None,
-    after: Callable[[Any], object] = lambda name: None,
+    clock: Callable[[], float] = lambda: time.perf_counter(),
+    enough: Callable[[dict[Any, list[float]]], bool] = lambda seconds: False,
 ) -> tuple[dict[Any, Any], dict[Any, list[float]]]:
     """Call each of `runs` in turn, `repeats` times: what each returned last, and the seconds of every call.
 
     Args:
         device: whose queued work belongs to a call; the host waits for it before and after.
         first: which one the first round begins with, modulo how many there are; each round begins with another one.
-        before, after: called around each call, outside of its time; `after` with the name.
+        before: called before each call, outside of its time.
+        clock: in seconds.
+        enough: given the seconds so far, whether no further round is begun.
     """
     names, results = [*runs], {}
     seconds: dict[Any, list[float]] = {name: [] for name in names}
@@ -38,11 +41,12 @@ def time_interleaved(
         for name in names[start_at:] + names[:start_at]:
             before()
             wait(device)
-            start = time.perf_counter()
+            start = clock()
             results[name] = runs[name]()
             wait(device)
-            seconds[name].append(time.perf_counter() - start)
-            after(name)
+            seconds[name].append(clock() - start)
+        if enough(seconds):
+            break
     return results, seconds
 
 

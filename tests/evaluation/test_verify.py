@@ -11,7 +11,7 @@ from hf_drafthead.evaluation import verify as verifying
 from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.verify import groups, verify
 from hf_drafthead.generation import entry, noise, rules
-from hf_drafthead.trees.costs import StepCosts
+from hf_drafthead.trees.costs import NodeCosts, StepCosts
 from hf_drafthead.trees.rank_paths import left_padded
 from tests.bases import tiny_base
 from tests.checkpoints import byte_tokenizer
@@ -115,7 +115,7 @@ def test_what_the_base_decoded_by_itself_is_told(model, monkeypatch):
 
 
 def test_a_check_guesses_though_steps_cost_too_much_for_a_call_to_do_so(model, monkeypatch):
-    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [9.0] * len(trees))
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: NodeCosts(dict.fromkeys(trees, 9.0)))
     found = verdict_of(model)
     assert [check.undrafted for check in found.checks] == [0] * 6 and all(check.guessing for check in found.checks)
     assert found.to_json(None)["passed"] and found.unverified == []

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from hf_drafthead import DraftTree
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.lookup import DESERVED, KEPT, SCANNED, Copies, most_frequent, places_in_row, with_copies
-from hf_drafthead.trees.costs import StepCosts
+from hf_drafthead.trees.costs import NodeCosts, StepCosts
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation import test_recorded
@@ -346,7 +346,7 @@ def test_where_nothing_matches_copies_alone_forward_one_token_as_the_base_does(c
 
 @pytest.mark.parametrize("cost, least", [(1.0, 0.9), (9.0, 0.0)])
 def test_what_steps_cost_guards_copies_alone_too(cost, least, monkeypatch):
-    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [cost for tree in trees])
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: NodeCosts(dict.fromkeys(trees, cost)))
     widths, matched = forwarded(FAMILIES[0].build(circling_base()), max_new_tokens=2 * VOCABULARY)
     assert sum(width > 1 for width in widths) >= least * sum(matched) and sum(matched) > 9
     assert least or widths.count(5) == 0

@@ -195,7 +195,7 @@ def test_a_tree_in_the_generation_config_is_saved_and_comes_back(tree, steps, tm
 
 
 def test_a_plan_holds_nothing_that_a_call_changes():
-    tree, rules = DraftTree([(0,)]), [SizeRule(DraftTree([(0,)]), NodeCosts({}), True, ()) for _ in range(2)]
+    tree, rules = DraftTree([(0,)]), [SizeRule(DraftTree([(0,)]), NodeCosts({}), True) for _ in range(2)]
     plan = DraftPlan(tree, sizes=rules[0])
     assert hash(plan) == hash(DraftPlan(tree, sizes=rules[1]))
     with pytest.raises(FrozenInstanceError):

@@ -2,6 +2,7 @@
 
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
 from hf_drafthead.trees.choice import without_entry
+from hf_drafthead.trees.costs import NodeCosts
 from tests.bases import VOCABULARY
 
 
@@ -12,11 +13,12 @@ class Costs:
         self.cost = cost
 
     def __call__(self, trees):
-        if self.cost is None or isinstance(self.cost, float):
-            return self.cost and [self.cost] * len(trees)
-        return [self.cost[min(self.cost, key=lambda nodes: abs(nodes - tree.num_nodes))] for tree in trees]
+        if self.cost is None:
+            return None
+        known = self.cost if isinstance(self.cost, dict) else {2: self.cost}
+        return NodeCosts({size: known[min(known, key=lambda nodes: abs(nodes - size.nodes))] for size in trees})
 
-    def in_words(self, tree):
+    def in_words(self, size):
         return ""
 
     def contradict(self, longer):

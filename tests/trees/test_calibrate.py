@@ -8,16 +8,18 @@ import torch
 from hf_drafthead.generation import programs
 from hf_drafthead.trees import calibrate as calibrating
 from hf_drafthead.trees.calibrate import (
-    Comparison,
     Timed,
     calibrate,
     costs_of_trees,
     count_trees,
     fastest_of,
+    figures_of,
     interval_of,
+    timed_in_turn,
 )
+from hf_drafthead.trees.costs import ALONE, NodeCosts, Size, StepCosts
 from hf_drafthead.trees.entries import cpu_name
-from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics
+from hf_drafthead.trees.rank_paths import TreeStatistics
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.trees.test_grow import planted
@@ -83,7 +85,7 @@ def test_an_entry_says_for_what_and_how_it_was_measured(calibrated):
 
 
 def test_calls_take_their_entries_also_after_saving_and_while_the_heads_are_the_same(calibrated, tmp_path):
-    assert drafted(calibrated, 1) == {3} and drafted(calibrated, 2) == {4} and drafted(calibrated, 3) == {5}
+    assert drafted(calibrated, 1) <= {2, 3} and drafted(calibrated, 2) <= {2, 4} and drafted(calibrated, 3) == {5}
     assert drafted(calibrated, 1, draft_tree=[[0]]) == {2} and drafted(calibrated, 1, draft_tree="auto")
     calibrated.save_pretrained(tmp_path)
     loaded = type(calibrated).from_pretrained(tmp_path, base_model=calibrated.base)
@@ -121,34 +123,35 @@ def test_captured_steps_have_entries_of_their_own(monkeypatch):
 
 
 def costing(monkeypatch, step):
-    """A step costs what `step` says of its tree's size, as often as it is taken; the sizes that were timed together."""
-    asked = []
+    """A step costs what `step` says of its tree's size; the sizes that were timed together."""
+    asked, doubted = [], []
 
-    def in_turn(model, reader, rows, trees, execution):
+    def costs(self, trees):
+        assert doubted == [0], "an entry, which is kept for long, is made of what is measured now"
         asked.append([*trees])
-        return {size: [1.0 if size == ALONE else step(size)] * 2 for size in trees}, {}
+        return NodeCosts({size: step(size) for size in trees})
 
-    monkeypatch.setattr(calibrating, "seconds_in_turn", in_turn)
+    monkeypatch.setattr(StepCosts, "__call__", costs)
+    monkeypatch.setattr(StepCosts, "doubt", lambda self, seconds: doubted.append(seconds))
     return asked
 
 
-def compared(monkeypatch, best, counted, faster, copies=None, rows=1):
-    """A comparison where calls with the best tree are as many times as fast as the base, and take half as many steps.
+def compared(monkeypatch, paths, faster, copies=None, rows=1):
+    """A comparison where calls with a tree are as many times as fast as the base, and take half as many steps.
 
     copies: by tokens copied, as many times as fast as without, and as many times fewer steps.
     """
 
-    def timed(self, call, count):
-        if count < 0:
+    def timed(model, call, captured, how):
+        if how is None:
             return Timed(torch.zeros(rows, 20), 12.0, 24)
-        gain, fewer = (copies or {}).get(count, (0.5, 1.0))
-        gain, fewer = (gain, fewer) if count else (1.0, 1.0)
-        return Timed(torch.zeros(rows, 20), 12.0 / faster / gain, 24 // (2 if best != ALONE else 1) / fewer)
+        count = how["prompt_lookup_num_tokens"]
+        gain, fewer = (copies or {}).get(count, (0.5, 1.0)) if count else (1.0, 1.0)
+        return Timed(torch.zeros(rows, 20), 12.0 / faster / gain, 24 // (2 if paths else 1) / fewer)
 
-    monkeypatch.setattr(Comparison, "_timed", timed)
-    comparison = Comparison(family("medusa"), counted, best, False)
-    comparison.run([{"input_ids": torch.zeros(rows, 7)}] * 2, int)
-    return comparison.figures(2)
+    monkeypatch.setattr(calibrating, "timed", timed)
+    pairs = timed_in_turn(family("medusa"), paths, [{"input_ids": torch.zeros(rows, 7)}] * 2, False, int)
+    return figures_of(pairs, paths, 2)
 
 
 COUNTED = TreeStatistics.of(planted(), 40, 64)
@@ -156,12 +159,12 @@ COUNTED = TreeStatistics.of(planted(), 40, 64)
 
 def test_what_is_printed_is_measured_on_prompts_that_the_tree_was_not_grown_on(monkeypatch):
     model, grown, compared = family("medusa"), [], []
-    counting, timing = calibrating.ranks_by_text, Comparison._timed
+    counting, timing = calibrating.ranks_by_text, calibrating.timed
     monkeypatch.setattr(calibrating, "ranks_by_text", lambda *given: grown.extend(given[1]) or counting(*given))
     monkeypatch.setattr(
-        Comparison,
-        "_timed",
-        lambda self, call, *copies: compared.append(call["input_ids"]) or timing(self, call, *copies),
+        calibrating,
+        "timed",
+        lambda model, call, *how: compared.append(call["input_ids"]) or timing(model, call, *how),
     )
     calibrate(model, PROMPTS, **QUICK)
     held_out = {tuple(prompt.tolist()) for prompt in PROMPTS[2::3]}
@@ -178,8 +181,8 @@ def test_the_interval_is_that_of_texts_and_there_is_none_of_one():
 def test_no_round_is_begun_after_the_time_that_they_may_take(monkeypatch):
     monkeypatch.setattr(calibrating, "PAIRS", 50)
     monkeypatch.setattr(calibrating, "LONG", 0.0)
-    made, timed = [], Comparison._timed
-    monkeypatch.setattr(Comparison, "_timed", lambda self, *given: made.append(given) or timed(self, *given))
+    made, timed = [], calibrating.timed
+    monkeypatch.setattr(calibrating, "timed", lambda *given: made.append(given) or timed(*given))
     (entry,) = calibrate(family("medusa"), PROMPTS, **QUICK)
     assert entry["measured"]["copies"][0] == [0, 1.0, 1.0] and len(made) <= 4
 
@@ -205,15 +208,15 @@ def test_the_tree_that_promises_most_goes_on_and_where_levels_are_dear_a_shallow
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("faster", [1.4, 1.01])
 def test_a_tree_and_copies_are_stored_where_they_pay_on_held_out_prompts(faster, copies, kept, monkeypatch):
-    best = Size(12, 3)
-    entry, figures = compared(monkeypatch, best, COUNTED, faster, copies)
+    paths = COUNTED.paths[Size(12, 3)]
+    entry, figures = compared(monkeypatch, paths, faster, copies)
     gain, fewer = copies.get(kept, (1.0, 1.0))
     if faster * gain < 1.02:  # then the base decodes
         assert entry == {"tree": [], "lookup": 0} and figures["interval"] is None
         assert (figures["speedup"], figures["step_cost"], figures["tokens_per_step"]) == (1.0, 1.0, 1.0)
         assert figures["tokens_per_second"] == figures["base_tokens_per_second"] == 2.0
         return
-    assert entry == {"tree": [list(path) for path in COUNTED.paths[best]], "lookup": kept}
+    assert entry == {"tree": [*map(list, paths)], "lookup": kept}
     assert [count for count, *_ in figures["copies"]] == [0, 4, 8] and figures["identical"] is True
     assert figures["speedup"] == pytest.approx(faster * gain, rel=1e-3)
     assert figures["interval"] == pytest.approx([figures["speedup"]] * 2, rel=1e-3)  # every text gains as much
@@ -222,17 +225,15 @@ def test_a_tree_and_copies_are_stored_where_they_pay_on_held_out_prompts(faster,
 
 
 def test_copies_are_tried_where_no_tree_pays_and_no_more_than_a_tree_has_nodes(monkeypatch):
-    counted = TreeStatistics({ALONE: [], Size(2, 1): [(0,)]}, {ALONE: [[1] * 8], Size(2, 1): [[2] * 4]}, 8)
-    entry, figures = compared(monkeypatch, ALONE, counted, 1.0, {8: (1.5, 1.6)})
+    entry, figures = compared(monkeypatch, [], 1.0, {8: (1.5, 1.6)})
     assert entry == {"tree": [], "lookup": 8} and (figures["tokens_per_step"], figures["speedup"]) == (1.6, 1.5)
-    assert [count for count, *_ in compared(monkeypatch, Size(2, 1), counted, 1.5)[1]["copies"]] == [0, 1]
+    assert [count for count, *_ in compared(monkeypatch, [(0,)], 1.5)[1]["copies"]] == [0, 1]
 
 
 @pytest.mark.parametrize("other", [0, 4], ids=["tree", "copies"])
-def test_a_text_that_differs_is_told(other, monkeypatch):
-    comparison = Comparison(family("medusa"), COUNTED, Size(12, 3), False)
-    comparison.pairs = [{count: Timed(torch.zeros(1, 9) + (count == other), 1.0, 9) for count in (-1, 0, 4, 8)}]
-    assert comparison.figures(1)[1]["identical"] is False
+def test_a_text_that_differs_is_told(other):
+    pairs = [{count: Timed(torch.zeros(1, 9) + (count == other), 1.0, 9) for count in (-1, 0, 4, 8)}]
+    assert figures_of(pairs, [(0,)], 1)[1]["identical"] is False
 
 
 @pytest.mark.parametrize("given, line", [

@@ -18,10 +18,9 @@ from hf_drafthead.generation.programs import PROGRAMS, Programs
 from hf_drafthead.generation.runner import Execution, Runner
 from hf_drafthead.generation.step import Step
 from hf_drafthead.generation.tree import DraftTree, LookupTree
-from hf_drafthead.trees import cost_file, costs, entries
+from hf_drafthead.trees import costs, entries
 from hf_drafthead.trees.choice import SMALL_TREE
-from hf_drafthead.trees.cost_file import keep, stored
-from hf_drafthead.trees.costs import StepCosts
+from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, _keep, _read, stored
 from hf_drafthead.trees.entries import CalibrationKey
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -30,7 +29,8 @@ from tests.generation.test_recorded import recordings as recordings
 
 MEASURE, SITUATION = StepCosts.__call__, StepCosts.situation  # before any test replaces them
 EAGER = Execution("eager")
-TREES = [DraftTree([(0,), (0, 0), (1,)]), DraftTree([(0,)])]
+TREES = {Size(4, 2): DraftTree([(0,), (0, 0), (1,)]), Size(2, 1): DraftTree([(0,)])}
+FIRST = {Size(4, 2): TREES[Size(4, 2)]}
 LONG = {"max_new_tokens": 40, "eos_token_id": None, "min_new_tokens": None, "do_sample": False}
 
 
@@ -41,16 +41,14 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(StepCosts, "situation", SITUATION)
     # whatever a busy machine measures is possible
     monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {min(tokens): 1.0})
-    monkeypatch.setattr(costs, "_DOUBTED", {})
     new_process(monkeypatch, tmp_path / "folder" / "costs.json")
-    return cost_file.FILE
+    return costs.FILE
 
 
 def new_process(monkeypatch, file):
     """Forget what this process knows of a file."""
-    monkeypatch.setattr(cost_file, "FILE", file)
-    monkeypatch.setattr(cost_file, "_read", (None, {}))
-    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
+    monkeypatch.setattr(costs, "FILE", file)
+    monkeypatch.setattr(costs, "_KNOWN", {})
 
 
 def arbitrary(seed):
@@ -76,6 +74,11 @@ def costs_of(model, rows=1):
     return StepCosts(model, model._base_reader(), CalibrationKey.of(model.base, None, rows, "eager"), EAGER)
 
 
+def each(found):
+    """The costs in the order in which they were asked for."""
+    return found and [*found.measured.values()]
+
+
 @pytest.fixture(scope="module")
 def half():
     """A base in bfloat16 whose text depends on how many nodes its steps have."""
@@ -97,13 +100,13 @@ def test_the_same_call_gives_the_same_text_in_half_precision_whatever_the_clock_
 
     half._base_reader()
     monkeypatch.setattr(BaseReader, "nodes", rounded_otherwise)
-    drafts, alone = (half.generate(ids, **call, draft_tree=tree) for tree in (SMALL_TREE, TREES[1]))
+    drafts, alone = (half.generate(ids, **call, draft_tree=tree) for tree in (SMALL_TREE, [[0]]))
     assert not torch.equal(drafts, alone)  # else the test would find nothing
     for seed in range(2):
         new_process(monkeypatch, fresh.with_name(f"{seed}.json"))
         monkeypatch.setattr(costs, "thread_time", arbitrary(seed))
         texts = [half.generate(ids, **call) for _ in range(2)]
-        new_process(monkeypatch, cost_file.FILE)
+        new_process(monkeypatch, costs.FILE)
         texts.append(half.generate(ids, **call))
         assert all(torch.equal(texts[0], text) for text in texts), seed
 
@@ -134,8 +137,8 @@ def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name,
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
     monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {rows: 1.0})
     model = family(name)
-    found = costs_of(model, rows)([*TREES, LookupTree(DraftTree.root_alone(), 4, 3, 67)])
-    assert found == [4.0, 2.0, 5.0]
+    found = costs_of(model, rows)({**TREES, Size(5, 0): LookupTree(DraftTree.root_alone(), 4, 3, 67)})
+    assert each(found) == [4.0, 2.0, 5.0]
     (kept,) = stored().values()
     assert {step: (cost, spread) for step, (cost, spread, _) in kept.items()} == {
         "4 nodes in 2 levels": (4.0, 1.0), "2 nodes in 1 levels": (2.0, 1.0), "5 nodes of copies": (5.0, 1.0)
@@ -200,44 +203,36 @@ def test_what_the_file_cannot_take_counts_more_than_what_it_holds(hours, monkeyp
     step = costs_of(family("medusa"))
     at(monkeypatch, 3600 * hours)
     step(TREES)
-    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
-    monkeypatch.setattr(cost_file.os, "replace", refuse)
+    monkeypatch.setattr(costs, "_KNOWN", {})
+    monkeypatch.setattr(costs.os, "replace", refuse)
     at(monkeypatch, 0)
     rounds.clear()
-    assert step(TREES) == step(TREES) == [1.5, 1.5] and len(rounds) == 1
-
-
-def test_a_file_that_another_process_removes_meanwhile_was_read(monkeypatch, fresh):
-    step, outdated = costs_of(family("medusa")), StepCosts._outdated
-    expected = step(TREES)
-    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
-    monkeypatch.setattr(StepCosts, "_outdated", lambda *given: (outdated(*given), fresh.unlink())[0])
-    assert step(TREES) == expected and not fresh.exists()
+    assert each(step(TREES)) == each(step(TREES)) == [1.5, 1.5] and len(rounds) == 1
 
 
 def at(monkeypatch, seconds):
     """It is so many seconds after some day."""
-    monkeypatch.setattr(cost_file.time, "time", lambda: 10.0**9 + seconds)
+    monkeypatch.setattr(costs.time, "time", lambda: 10.0**9 + seconds)
 
 
 def test_what_other_processes_have_written_stays_and_what_was_measured_last_counts(fresh, monkeypatch):
     at(monkeypatch, 5)
     day = 10.0**9 + 5
-    keep("here", {"a": [1.5, 1.1]})
-    monkeypatch.setattr(cost_file, "_UNWRITTEN", {})
-    keep("here", {"b": []})
+    _keep("here", {"a": [1.5, 1.1]})
+    monkeypatch.setattr(costs, "_KNOWN", {})
+    _keep("here", {"b": []})
     assert stored() == {"here": {"a": [1.5, 1.1, day], "b": [day]}}
     assert [path.name for path in fresh.parent.iterdir() if path.suffix != ".lock"] == ["costs.json"]
     at(monkeypatch, 9)
-    keep("here", {"a": [2.0, 1.0]})
-    assert cost_file.of_situation("here") == {"a": [2.0, 1.0, day + 4], "b": [day]}
-    assert cost_file.clear() == 1 and not fresh.exists() and cost_file.of_situation("here") == {}
+    _keep("here", {"a": [2.0, 1.0]})
+    assert _read("here") == {"a": [2.0, 1.0, day + 4], "b": [day]}
+    assert costs.clear() == 1 and not fresh.exists() and _read("here") == {}
 
 
 def test_the_oldest_situations_are_dropped(monkeypatch):
-    monkeypatch.setattr(cost_file, "MOST_SITUATIONS", 2)
+    monkeypatch.setattr(costs, "MOST_SITUATIONS", 2)
     for name in "abac":
-        keep(name, {"x": [1.0, 1.0]})
+        _keep(name, {"x": [1.0, 1.0]})
     assert [*stored()] == ["a", "c"]
 
 
@@ -247,7 +242,7 @@ def counted_measurements(monkeypatch, cost):
 
     def measure(self, steps):
         measured.append([*steps])
-        return dict.fromkeys(steps, (cost[0], 1.0) if cost[0] else ())
+        return dict.fromkeys(map(str, steps), (cost[0], 1.0) if cost[0] else ())
 
     monkeypatch.setattr(StepCosts, "_measured", measure)
     return measured
@@ -257,33 +252,35 @@ def test_costs_are_measured_again_after_a_day_and_where_measuring_failed_sooner(
     model, cost = family("medusa"), [3.0]
     of, measured = costs_of(model), counted_measurements(monkeypatch, cost)
     at(monkeypatch, 0)
-    assert of(TREES[:1]) == of(TREES[:1]) == [3.0] and len(measured) == 1
+    assert each(of(FIRST)) == each(of(FIRST)) == [3.0] and len(measured) == 1
     cost[0] = None
     at(monkeypatch, 86_401)
-    assert of(TREES[:1]) is None and of(TREES[:1]) is None and len(measured) == 2
+    assert each(of(FIRST)) is None and each(of(FIRST)) is None and len(measured) == 2
     cost[0] = 9.0
     at(monkeypatch, 87_002)
-    assert of(TREES[:1]) == [9.0] and len(measured) == 3
+    assert each(of(FIRST)) == [9.0] and len(measured) == 3
     at(monkeypatch, 0)  # a clock that was put back
-    assert of(TREES[:1]) == [9.0] and len(measured) == 4
+    assert each(of(FIRST)) == [9.0] and len(measured) == 4
 
 
 def test_a_cost_that_a_call_contradicts_is_measured_again_between_calls_and_one_for_which_nothing_pays(monkeypatch):
     model, cost = family("medusa"), [3.0]
     of, measured = costs_of(model), counted_measurements(monkeypatch, cost)
     at(monkeypatch, 0)
-    assert of(TREES[:1]) == [3.0]
+    assert each(of(FIRST)) == [3.0]
     cost[0] = 1.2
     at(monkeypatch, 61)
     of.contradict(1.4)  # is no contradiction
-    assert of(TREES[:1]) == [3.0]
+    assert each(of(FIRST)) == [3.0]
     of.contradict(1.6)
-    assert of(TREES[:1]) == of(TREES[:1]) == [1.2] and len(measured) == 2
+    assert each(of(FIRST)) == each(of(FIRST)) == [1.2] and len(measured) == 2
     of.doubt()
     at(monkeypatch, 660)
-    assert of(TREES[:1]) == [1.2] and len(measured) == 2
+    assert each(of(FIRST)) == [1.2] and len(measured) == 2
     at(monkeypatch, 662)
-    assert of(TREES[:1]) == [1.2] and len(measured) == 3
+    assert each(of(FIRST)) == [1.2] and len(measured) == 3
+    of.doubt(0)
+    assert each(of(FIRST)) == [1.2] and len(measured) == 4
 
 
 def forwards_that_take(monkeypatch, seconds):
@@ -303,7 +300,7 @@ def test_what_no_machine_can_be_is_not_kept(nodes, kept, monkeypatch, notices):
     """A forward over four tokens is no more than twice as long as a product over them, over one."""
     monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: {count: 1.0 + count / 10 for count in tokens})
     forwards_that_take(monkeypatch, {1: 1.0, 4: nodes}.get)
-    assert (costs_of(family("medusa"))(TREES[:1]) is not None) == kept
+    assert (costs_of(family("medusa"))(FIRST) is not None) == kept
     assert kept or any("a product 1.3: other programs use this machine" in line for line in notices)
 
 
@@ -317,7 +314,7 @@ def test_a_base_that_compiles_itself_is_compiled_before_it_is_timed(monkeypatch)
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
     monkeypatch.setattr(StepCosts, "_check", lambda *given: None)
     model.base.model.register_forward_pre_hook(forward, with_kwargs=True)
-    assert costs_of(model)(TREES) == [1.0, 1.0]
+    assert each(costs_of(model)(TREES)) == [1.0, 1.0]
 
 
 def test_a_call_that_drafts_nothing_says_once_what_was_measured_and_what_to_do(monkeypatch, notices, fresh):
@@ -326,9 +323,10 @@ def test_a_call_that_drafts_nothing_says_once_what_was_measured_and_what_to_do(m
     for rows in (1, 3, 1):
         assert model.generate(**prompt(rows), **LONG, return_dict_in_generate=True).accepted_lengths is None
     (line,) = notices
-    assert "with 12 nodes as long as 9.0 of the base's (measured " in line and str(fresh) in line
-    assert "nothing is drafted, the base decodes by itself; draft_tree= drafts all the same, " in line
-    assert "`hf-drafthead costs --clear` has steps measured anew; run `hf-drafthead calibrate PATH" in line
+    assert line.startswith("Calls draft nothing: ") and str(fresh) in line
+    assert "with 12 nodes as long as 9.0 of the base's (measured " in line
+    assert "no text is expected to save: the base decodes by itself; draft_tree= drafts all the same, " in line
+    assert "`hf-drafthead costs --clear` has steps measured anew, `hf-drafthead calibrate PATH" in line
 
 
 def test_processes_that_stay_in_step_do_not_ask_the_clock(monkeypatch):
@@ -351,7 +349,7 @@ def test_threads_measure_once(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(counted) == 1 and len(found) == 6 and all(each == found[0] for each in found)
+    assert len(counted) == 1 and len(found) == 6 and all(each(one) == each(found[0]) for one in found)
 
 
 def test_a_process_that_is_forked_while_costs_are_measured_does_not_wait_for_that():
@@ -409,23 +407,23 @@ def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
 
     monkeypatch.setattr(Runner, "step", step)
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
-    assert of_programs(model, TREES, rows) == [4.0, 2.0]
+    assert each(of_programs(model, TREES, rows)) == [4.0, 2.0]
 
 
 def test_where_no_tree_pays_compiled_steps_go_on_without_guesses(monkeypatch, notices):
     model = family("medusa")
-    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees, *_: [9.0] * len(trees))
+    monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: NodeCosts(dict.fromkeys(trees, 9.0)))
     output = model.generate(**prompt(), **LONG, compile_config=TRACED, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.base.generate(**prompt(), **LONG))
     assert set(output.accepted_lengths[0].tolist()) == {1} and len(PROGRAMS[model].compiled) == 3
-    assert any("nothing is drafted, steps are compiled all the same; " in line for line in notices)
+    assert any("no text is expected to save: steps are compiled all the same; " in line for line in notices)
 
 
 def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypatch, fallbacks):
     model, ticks = family("medusa"), iter(range(10**6))
     monkeypatch.setattr(programs, "compiled", None)  # which raises
     monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))
-    assert of_programs(model, TREES) == costs_of(model)(TREES)
+    assert each(of_programs(model, TREES)) == each(costs_of(model)(TREES))
 
 
 @pytest.mark.slow
@@ -437,7 +435,7 @@ def test_while_another_call_compiles_nothing_is_kept_of_compiled_steps(fresh, no
     nodes, text = drafted(model, compile_config=TRACED)
     assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG)) and not fresh.exists()
     PROGRAMS[model].compiles = False
-    assert len(of_programs(model, TREES)) == 2 and len(stored()) == 1
+    assert len(each(of_programs(model, TREES))) == 2 and len(stored()) == 1
 
 
 def test_steps_of_a_base_with_hooks_are_judged_as_they_run():

@@ -5,8 +5,8 @@ import torch
 
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.calibrate import count_trees
-from hf_drafthead.trees.grow import ALONE, Size, TreeStatistics, grow_tree
-from hf_drafthead.trees.rank_paths import foretold_steps
+from hf_drafthead.trees.costs import ALONE, Size
+from hf_drafthead.trees.rank_paths import TreeStatistics, foretold_steps, grow_tree
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 

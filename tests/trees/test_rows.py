@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_drafthead.trees.rows import Plans
+from hf_drafthead.trees.choice import Plans
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, final
 from tests.batching.test_exact import MEDUSA

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,23 +13,15 @@ from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
+from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree
 from hf_drafthead.trees import costs, entries
 from hf_drafthead.trees import sizes as sizing
-from hf_drafthead.trees.choice import UNMEASURED
-from hf_drafthead.trees.entries import CalibrationKey
-from hf_drafthead.trees.grow import Size
-from hf_drafthead.trees.sizes import (
-    ALLOWANCE,
-    LOSS_SHARE,
-    MOST_LEFT,
-    NodeCosts,
-    SizeRule,
-    Sizes,
-    Weighed,
-    trees_by_size,
-)
+from hf_drafthead.trees.choice import UNMEASURED, of_entry
+from hf_drafthead.trees.costs import NodeCosts, Size
+from hf_drafthead.trees.entries import Calibrated, CalibrationKey
+from hf_drafthead.trees.sizes import ALLOWANCE, LOSS_SHARE, MOST_LEFT, SizeRule, Sizes, Weighed
 from tests.bases import tiny_base
 from tests.drafters import SURE, Drafted, Oracle, half_right, right, wrong
 from tests.families import FAMILIES
@@ -149,7 +141,7 @@ def weighed(correction=1.0, left=9.0, rows=1):
     sizes = Sizes(left)
     sizes.hits *= correction
     tree = DraftTree(PATHS)
-    rule = SizeRule(tree, NodeCosts(STEPS), True, trees_by_size(tree, "eager"))
+    rule = SizeRule(tree, NodeCosts(STEPS), True)
     return Weighed(sizes, rule, [*range(rows)]), tree.levels()
 
 
@@ -192,8 +184,7 @@ def test_the_nodes_that_give_most_for_their_cost_are_kept_and_hang_below_their_p
 def test_drafting_never_loses_more_than_it_may(cost, reads, seed):
     """One step and 1 %, whatever the drafter says of itself, and it is never given up."""
     numbers, tree = random.Random(seed), DraftTree(PATHS)
-    among = trees_by_size(tree, "eager" if reads else "recorded")
-    rule = SizeRule(tree, NodeCosts({Size(9, 3): cost}), reads, among)
+    rule = SizeRule(tree, NodeCosts({Size(9, 3): cost}), reads)
     sizes, gained, tried = rule.begin(False), 0.0, 0
     state = SimpleNamespace(steps=0, lengths=[5], ends=[None], counted=[], walked=[], pays=None)
     for steps in range(1, 400):
@@ -208,8 +199,9 @@ def test_drafting_never_loses_more_than_it_may(cost, reads, seed):
             parents = tree.topology().parents[:, : step.size(step.value, 9)]  # nodes in order, their values alike
             step.keep(parents, step.value[:, : parents.shape[1]])
         if chosen.num_nodes > 1:
-            emitted = 1 if steps < 300 or len(step.said[0]) < 2 else numbers.choice([1, 1, 1, 2])
-            tried += len(step.said[0]) > 1
+            guesses = not step.said or len(step.said[0]) > 1
+            emitted = numbers.choice([1, 1, 1, 2]) if guesses and steps >= 300 else 1
+            tried += guesses
             gained += emitted - step.cost
         state.steps, state.counted, state.walked = steps, [emitted], [[*range(emitted)]]
         state.lengths[0] += emitted
@@ -222,8 +214,7 @@ def test_a_call_tells_once_what_its_steps_have_cost(reads, monkeypatch):
     """Half of what is known, which a bad minute has measured."""
     now, told, tree = [0.0], [], DraftTree(PATHS)
     monkeypatch.setattr(sizing, "perf_counter", lambda: now[0])
-    among = trees_by_size(tree, "eager" if reads else "recorded")
-    sizes = (rule := SizeRule(tree, NodeCosts({Size(9, 3): 1.5}), reads, among, watch=told.append)).begin(False)
+    sizes = (rule := SizeRule(tree, NodeCosts({Size(9, 3): 1.5}), reads, watch=told.append)).begin(False)
     state = SimpleNamespace(steps=0, lengths=[5], ends=[None], counted=[], walked=[], pays=None)
     for steps in range(1, 400):
         state.pays = None
@@ -233,29 +224,29 @@ def test_a_call_tells_once_what_its_steps_have_cost(reads, monkeypatch):
             step.goes_on(tree.levels()[0], torch.full((1, 1, tree.levels()[0].width), 0.3).log())
             parents = tree.topology().parents[:, : step.size(step.value, 4)]
             step.keep(parents, step.value[:, : parents.shape[1]])
-        now[0] += step.cost / 2 if step.levels else 1.0
+        now[0] += step.cost / 2 if step.drafts else 1.0
         state.steps, state.counted, state.walked = steps, [1], [[0]]
         state.lengths[0] += 1
     assert told == [pytest.approx(0.5)]
 
 
-def test_of_programs_few_sizes_are_chosen_by_what_was_accepted():
-    tree = DraftTree(PATHS)
-    assert [some.num_nodes for some, _ in trees_by_size(tree, "recorded")] == [2, 9]
-    assert trees_by_size(tree, "compiled") == [(tree, tree)]
-    rule = SizeRule(tree, NodeCosts(STEPS), False, trees_by_size(tree, "recorded"), MOST_LEFT)
+def test_of_programs_all_nodes_or_none_are_chosen_by_what_was_accepted():
+    rule = SizeRule(DraftTree(PATHS), NodeCosts(STEPS), False, MOST_LEFT)
     sizes, chosen = rule.begin(False), []
     state = SimpleNamespace(steps=0, lengths=[5], ends=[None], counted=[], walked=[], pays=None)
-    for right_ones in [3] * 9 + [0] * 30 + [1] * 30 + [3] * 60:
+    for right_ones in [3] * 9 + [0] * 60 + [3] * 90:
         nodes = sizes.tree(rule, state).num_nodes
         chosen.append(nodes)
-        state.steps, emitted = state.steps + 1, min(right_ones, {1: 0, 2: 1, 9: 3}[nodes]) + 1
+        state.steps, emitted = state.steps + 1, (right_ones if nodes > 1 else 0) + 1
         state.counted, state.walked, state.lengths = [emitted], [[*range(emitted)]], [state.lengths[0] + emitted]
-    assert set(chosen[:9]) == {9} and 1 in chosen[20:39] and 9 not in chosen[20:39] and set(chosen[-20:]) == {9}
+    assert set(chosen) == {1, 9} and set(chosen[:9]) == set(chosen[-20:]) == {9} and chosen[20:69].count(9) < 5
 
 
 def test_requests_of_a_manager_choose_together(monkeypatch):
-    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees, *_: [1 + t.num_nodes / 9 for t in trees])
+    def by_nodes(self, trees):
+        return NodeCosts({size: 1 + size.nodes / 9 for size in trees})
+
+    monkeypatch.setattr(costs.StepCosts, "__call__", by_nodes)
     model, sizes, size = FAMILIES[3].build(tiny_base("llama-gqa")), set(), Weighed.size
 
     def noted(self, *given):
@@ -365,21 +356,20 @@ def test_without_an_entry_a_cpu_drafts_where_that_pays(guess, cost, drafted, row
     call = {**prompt(rows, longest=9), **LONG}
     text = base.generate(**call)
     model, nodes = Drafted(base, Oracle(base, text.tolist(), guess)), []
-    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees, *_: [cost] * len(trees))
+    monkeypatch.setattr(costs.StepCosts, "__call__", lambda self, trees: NodeCosts(dict.fromkeys(trees, cost)))
     found = model.generate(**call, on_step=lambda record: nodes.append(record.drafted) if record.step else None)
     assert torch.equal(found, text)
     assert nodes.count(1) == 0 if drafted else len(nodes) - nodes.count(1) < 3, nodes
 
 
 def test_what_the_cost_does_not_decide_is_not_measured():
-    for asked in ({"acceptance": "typical"}, {"draft_tree": [[0]]}, {"draft_tree": "dynamic"}):
+    typical = {"acceptance": "typical"}
+    for asked in (typical, {**typical, "draft_tree": "auto"}, {"draft_tree": [[0]]}, {"draft_tree": "dynamic"}):
         assert planned(KEY, None, depth=4, **asked).sizes is None
     for key in (KEY, KEY._replace(execution="compiled")):
         rule = planned(key, Costs(1.25), depth=4).sizes
         assert rule.costs.whole == 1.25 and rule.allowance == ALLOWANCE and rule.reads == (key == KEY)
     assert planned(KEY, Costs(None), depth=4).sizes.costs.whole == UNMEASURED
-    typical = planned(KEY, None, depth=4, draft_tree="auto", acceptance="typical").sizes
-    assert typical.costs.whole == UNMEASURED and not typical.reads and len(typical.among) == 1
 
 
 @pytest.mark.parametrize(
@@ -410,15 +400,30 @@ def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():
         assert one.shape == (6, 1) and torch.equal(one, other[:, :1])
 
 
-@pytest.mark.parametrize(
-    "measured",
-    [None, {}, {"step_cost": float("nan")}, {"step_cost": 0.0}, {"step_cost": "much"}, {"step_cost": 1.5, "costs": 3},
-     {"step_cost": 1.5, "costs": [[2, 1, -1]]}, {"step_cost": 1.5, "costs": [[2, 1]]}],
-    ids=["none", "nothing", "nan", "zero", "text", "no list", "negative", "short"],
-)  # fmt: skip
+@pytest.mark.parametrize("measured", [
+    None, {"step_cost": float("nan")}, {"step_cost": 0.0}, {"step_cost": "much"}, {"step_cost": True},
+    {"step_cost": 1.5, "costs": 3}, {"step_cost": 1.5, "costs": [[2, 1, -1]]}, {"step_cost": 1.5, "costs": [[2, 1]]},
+    {"costs": [[2.5, 1, 1.1]]}, {"costs": [[2, True, 1.1]]}, {"costs": [["2", 1, 1.1]]}, {"costs": [[2, 2, 1.1]]},
+    {"costs": [7]},
+], ids=str)  # fmt: skip
 def test_a_damaged_entry_is_refused_in_one_line(measured):
     with pytest.raises(
         ValueError, match=r"the calibration entry for .+, batch size 1, is damaged \(.+\): run"
     ) as refused:
-        entries.costs_of(entry(measured=measured), Size(9, 3))
+        Calibrated.of(entry(measured=measured), 3, 67)
     assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
+
+
+def test_the_nodes_of_an_entry_are_chosen_among_where_it_says_what_they_cost(without_hash):
+    """Whether the call says "auto" or nothing; not where the text depends on what is drafted."""
+    settings = DraftSettings(calibration=[entry()])
+    auto, typical = {"draft_tree": "auto"}, {"acceptance": "typical"}
+    for asked, measured, on_cpu, chosen in [
+        ({}, MEASURED, True, True), (auto, MEASURED, True, True), ({}, {}, True, False),
+        (typical, MEASURED, True, False), ({}, MEASURED, False, False), (auto, MEASURED, False, True),
+    ]:  # fmt: skip
+        key = KEY if on_cpu else KEY._replace(threads=None, execution="recorded")
+        found = Calibrated.of(entry(measured=measured), 3, 67)
+        plan = of_entry(found, replace(settings, **asked), key)
+        assert (plan.sizes is not None) == chosen and plan.tree == DraftTree(PATHS)
+        assert not chosen or (plan.sizes.costs.measured == STEPS and plan.sizes.allowance == MOST_LEFT)

@@ -8,13 +8,17 @@ from hf_drafthead.trees import timing
 def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
     ticks = iter(range(100))
     monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks) ** 2)
-    order, around = [], []
+    order, before = [], []
     runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
     results, seconds = timing.time_interleaved(
-        runs, 4, torch.device("cpu"), before=lambda: around.append("before"), after=around.append
+        runs,
+        9,
+        torch.device("cpu"),
+        before=lambda: before.append(len(order)),
+        enough=lambda seconds: len(seconds["a"]) == 4,
     )
     assert "".join(order) == "abcbcacababc" and results == {"a": 10, "b": 11, "c": 12}
-    assert around == [word for name in order for word in ("before", name)]
+    assert before == [*range(12)]
     # the n-th call of all takes (2n + 1)^2 - (2n)^2 = 4n + 1
     assert seconds == {name: [4 * at + 1 for at, one in enumerate(order) if one == name] for name in "abc"}
 
