@@ -2,8 +2,8 @@
 
     texts      a finished request gives its text; every sixth one is held out
     learn      steps of the family's own loss, on a copy of the heads
-    try        the copy's weights on the texts held out: tokens per step, before and after
-    keep       they stay if these rise, on what is asked now, and do not fall on what was asked earlier; else they go
+    try        the copy on the texts held out: tokens per step, beside those of the heads that serve
+    keep       its weights are taken over if these rise, on what is asked now, and do not fall on what was asked earlier
 
 Each of these is a short piece of work, done by the thread that decodes, between two steps (`between`). What heads guess
 decides nothing but how many steps a text takes, so that no text changes with them.
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import statistics
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,7 @@ PATIENCE = 3  # rounds without a rise, behind which the copy begins anew
 ALLOWED_FALL = 0.95  # of tokens per step on what was asked earlier
 GRADIENT = 1.0  # norm of all gradients, at most
 SLOWEST = 1e-5  # rate at which learning has come to an end
+_WRITING = threading.Lock()  # while weights are taken over, or saved
 
 
 class Learner:
@@ -75,7 +77,7 @@ class Learner:
         refuse(model)
         self.model, self.share, self.steps, self.everybody = model, share, steps, everybody
         self.rate = learning_rate
-        self.texts, self.lock = RecentTexts(memory, held_out), threading.Lock()
+        self.texts = RecentTexts(memory, held_out)
         self.stopped: str | None = None  # why nothing is learned any more
         self.spent = self.served = 0.0  # seconds, while requests waited or ran
         self.rounds = self.taken = self.dropped = self.tries = 0
@@ -150,20 +152,25 @@ class Learner:
                 self._drop()
                 return
             yield
-        recent = list(self.texts.recent)
-        before = self._measured(recent)
+        recent, serves = list(self.texts.recent), learning.source
+        before = yield from self._measured(recent, serves)
         self.first = before if self.first is None else self.first
         for text in recent[-2:]:
-            self.texts.keep(text, self._measured([text]))
-        yield
-        with self.lock, self._tried(learning) as keep:
-            after = self._measured(recent)
-            falls = any(self._measured(texts) < ALLOWED_FALL * then for texts, then in self.texts.kinds())
-            better = after > before and not falls
-            if better:
-                keep()
-        self.now = after if better else before
+            self.texts.keep(text, (yield from self._measured([text], serves)))
+        tried = self._copied(serves)
+        write([*tried.parameters()], learning.mean)
+        after, falls = (yield from self._measured(recent, tried)), False
+        for texts, then in self.texts.kinds():
+            falls = falls or (yield from self._measured(texts, tried)) < ALLOWED_FALL * then
         self.rounds += 1
+        with _WRITING:
+            if self._outdated(learning):  # heads that have learned elsewhere meanwhile, or were trained
+                self._copy = None
+                return
+            if better := after > before and not falls:
+                write([*serves.parameters()], learning.mean)
+                learning.versions = versions_of(serves)
+        self.now = after if better else before
         if better:
             self.taken, self.tries = self.taken + 1, 0
             logger.info(f"Heads have learned: {before:.2f} -> {after:.2f} tokens per step on recent texts.")
@@ -179,11 +186,9 @@ class Learner:
 
     def _begin(self) -> Any:
         """The copy that learns; a new one where the heads are others now."""
-        drafter = self.model.drafter
-        versions = [parameter._version for parameter in drafter.parameters()]
-        learning = self._copy
-        if learning is None or learning.source is not drafter or learning.versions != versions:
-            twin = copy.deepcopy(drafter, {id(self.model.base): self.model.base}).float().eval().requires_grad_(True)
+        drafter, learning = self.model.drafter, self._copy
+        if learning is None or self._outdated(learning):
+            versions, twin = versions_of(drafter), self._copied(drafter).float().requires_grad_(True)
             weights = [*twin.parameters()]
             settings = {**recipe_of(self.model), "feature_noise": 0.0}
             learning = self._copy = SimpleNamespace(
@@ -219,33 +224,33 @@ class Learner:
             mean.lerp_(weight.detach(), 1 / (step + 1))
         return True
 
-    @contextlib.contextmanager
-    def _tried(self, learning: Any) -> Iterator[Any]:
-        """The model with the copy's weights; they stay where what is given is called."""
-        weights = [*learning.source.parameters()]
-        before, kept = [weight.detach().clone() for weight in weights], []
-        write(weights, learning.mean)
-        try:
-            yield lambda: kept.append(True)
-        finally:
-            if not kept:
-                write(weights, before)
-            learning.versions = [weight._version for weight in weights]
+    def _outdated(self, learning: Any) -> bool:
+        """Whether the heads are not those any more that a copy was made of."""
+        return learning.source is not self.model.drafter or learning.versions != versions_of(learning.source)
+
+    def _copied(self, drafter: Any) -> Any:
+        return copy.deepcopy(drafter, {id(self.model.base): self.model.base}).eval()
 
     # ---- measuring
 
-    def _measured(self, texts: Sequence[Text]) -> float:
-        """Mean tokens per step on some texts, at any of their places, with a tree of 64 nodes."""
-        model = self.model
-        tree = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, draft_vocabulary(model.base, model.drafter))
-        device, paths, values = model.get_input_embeddings().weight.device, set(tree.paths), []
+    def _measured(self, texts: Sequence[Text], drafter: Any) -> Generator[None, None, float]:
+        """Mean tokens per step of a drafter on some texts, a few at a time."""
+        values: list[float] = []
         for first in range(0, len(texts), ROWS):
-            batch = batch_of(texts[first : first + ROWS], device)
-            for row in rank_paths(model, *batch, depth=tree.max_depth).tolist():
-                places = [tuple(levels) for levels in row if levels[0] != UNKNOWN]
-                depths = (next((d for d in range(tree.max_depth, 0, -1) if at[:d] in paths), 0) for at in places)
-                values.append(1 + sum(depths) / max(len(places), 1))
-        return sum(values) / len(values)
+            values += self._rates(texts[first : first + ROWS], drafter)
+            yield
+        return statistics.mean(values)
+
+    def _rates(self, texts: Sequence[Text], drafter: Any) -> list[float]:
+        """Tokens per step on each text, at any of its places, with a tree of 64 nodes."""
+        base, values = self.model.base, []
+        tree = DraftTree.resolve(DEFAULT_TREE, drafter.max_depth, draft_vocabulary(base, drafter))
+        batch, paths = batch_of(texts, self.model.get_input_embeddings().weight.device), set(tree.paths)
+        for row in rank_paths(SimpleNamespace(base=base, drafter=drafter), *batch, depth=tree.max_depth).tolist():
+            places = [tuple(levels) for levels in row if levels[0] != UNKNOWN]
+            depths = (next((d for d in range(tree.max_depth, 0, -1) if at[:d] in paths), 0) for at in places)
+            values.append(1 + sum(depths) / max(len(places), 1))
+        return values
 
     def counts(self) -> dict[str, float]:
         """Rounds of learning, how many were taken over and dropped; tokens per step before the first one, and now."""
@@ -254,8 +259,8 @@ class Learner:
         return rounds | {name: value for name, value in known.items() if value is not None}
 
     def save_pretrained(self, folder: Any, **arguments: Any) -> None:
-        """Save the model as it has learned, as its own method does; never weights that are only tried."""
-        with self.lock:
+        """Save the model as it has learned, as its own method does; no weights change meanwhile."""
+        with _WRITING:
             self.model.save_pretrained(folder, **arguments)
 
 
@@ -269,6 +274,11 @@ def refuse(model: Any) -> None:
         raise ValueError("the model is spread over several devices: heads learn where all of it is on one.")
     if any(weight.is_inference() for weight in (*weights, *of_base)):
         raise ValueError("the model was loaded in inference mode, in which nothing can be learned: load it outside.")
+
+
+def versions_of(drafter: Any) -> list[int]:
+    """What changes with each change of its weights."""
+    return [weight._version for weight in drafter.parameters()]
 
 
 def write(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -96,17 +96,20 @@ def run(learner):
         pass
 
 
+def judged(monkeypatch, model, rate):
+    """Tokens per step on each of some texts are what a function says of them, and of whether a copy is tried."""
+    monkeypatch.setattr(
+        Learner, "_rates", lambda self, texts, drafter: [rate(texts, drafter is not model.drafter)] * len(texts)
+    )
+
+
 @pytest.mark.parametrize("better", [False, True])
 def test_weights_stay_only_where_tokens_per_step_rise(better, monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
-    learner, before, measured = learner_with(model, steps=2), drafter_of(model), []
-
-    def measure(self, texts):
-        measured.append(1)
-        return 2.0 + (1 if better else -1) * len(measured) / 100
-
-    monkeypatch.setattr(Learner, "_measured", measure)
-    run(learner)
+    learner, before = learner_with(model, steps=2), drafter_of(model)
+    judged(monkeypatch, model, lambda texts, tried: 2.0 + (tried and (1 if better else -1)))
+    while not learner.work():
+        assert all(map(torch.equal, before, drafter_of(model))), "a trial writes nothing"
     assert all(map(torch.equal, before, drafter_of(model))) == (not better)
     assert (learner.taken, learner.rounds) == (int(better), 1)
 
@@ -114,26 +117,39 @@ def test_weights_stay_only_where_tokens_per_step_rise(better, monkeypatch):
 def test_what_was_asked_earlier_is_not_forgotten_for_what_is_asked_now(monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
     learner, before = learner_with(model, steps=2), drafter_of(model)
-    earlier, rising = [learner.texts.recent[0]] * LEAST_OF_A_KIND, iter(range(99))
+    earlier = [learner.texts.recent[0]] * LEAST_OF_A_KIND
     for text in earlier:
         learner.texts.keep(text, 5.9)
-    monkeypatch.setattr(Learner, "_measured", lambda self, texts: 2.0 if texts == earlier else 2.0 + next(rising))
+    judged(monkeypatch, model, lambda texts, tried: 2.0 if texts == earlier else 2.0 + tried)
     run(learner)
     assert all(map(torch.equal, before, drafter_of(model))) and learner.dropped == 1
 
 
-def test_an_error_while_weights_are_tried_puts_them_back_and_ends_learning_alone(monkeypatch, caplog):
+def test_of_two_learners_neither_overwrites_what_the_other_has_gained(monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
-    before, measure, asked = drafter_of(model), Learner._measured, [(prompt, {}) for prompt in prompts(12)]
-    calls = []
+    one, other = learner_with(model, steps=2), learner_with(model, steps=2)
+    judged(monkeypatch, model, lambda texts, tried: 2.0 + tried)
+    for _ in range(4):
+        other.work()  # its copy learns from the weights as they are now
+    run(one)
+    gained = drafter_of(model)
+    run(other)
+    assert one.taken == 1 and other.taken == 0 and all(map(torch.equal, gained, drafter_of(model)))
+    other.texts.fresh = 99
+    run(other)
+    assert other.taken == 1 and not all(map(torch.equal, gained, drafter_of(model)))
 
-    def fails(self, texts):
-        calls.append(1)
-        if len(calls) > 3:
+
+def test_an_error_while_weights_are_tried_ends_learning_alone(monkeypatch, caplog):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    before, rates, asked = drafter_of(model), Learner._rates, [(prompt, {}) for prompt in prompts(12)]
+
+    def fails(self, texts, drafter):
+        if drafter is not model.drafter:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return measure(self, texts)
+        return rates(self, texts, drafter)
 
-    monkeypatch.setattr(Learner, "_measured", fails)
+    monkeypatch.setattr(Learner, "_rates", fails)
     expected = [answer(model.base, prompt) for prompt, _ in asked]
     texts, learner = served(model, asked, 4)
     assert texts == [expected] * 4 and learner.stopped == "there is no memory for the gradients"
