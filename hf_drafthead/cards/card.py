@@ -2,14 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
-from hf_drafthead.cards.facts import ACCURACY, FULL_PRECISION, Facts, counts_in_words, is_hub_id, read_facts
+from hf_drafthead.cards.facts import Facts, counts_in_words, is_hub_id, read_facts
 from hf_drafthead.cards.sections import REBUILT, merge
 from hf_drafthead.modeling.families import FAMILIES
 from hf_drafthead.modeling.files import in_one_line
@@ -134,7 +133,7 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
 
     environment = jinja2.Environment(undefined=jinja2.ChainableUndefined, keep_trailing_newline=True)
     filters = (cell, choice, counts_in_words, figure, is_exact, names, parts, setting, was_drafted)
-    environment.filters |= {function.__name__: function for function in (*filters, listed, without_folders)}
+    environment.filters |= {function.__name__: function for function in (*filters, without_folders)}
     family = FAMILIES[facts.family]
     included = facts.config.get("base_included")
     named = data.get("base_model") or (facts.base if included else facts.config.get("base_model_name_or_path"))
@@ -146,10 +145,6 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
     for run in [*filter(is_exact, facts.runs), *facts.verifications]:
         if isinstance(run.get("identical"), bool):
             kinds[exactness(run)].append(run)
-    same = [run for run in kinds["same"] if was_drafted(run)]
-    drafted = [run for run in facts.runs if was_drafted(run)]
-    measured = {run["tree_nodes"] for run in drafted if is_number(run.get("tree_nodes"))}
-    chosen = {facts.tree.num_nodes} if facts.tree else set()
     citations = [file.read_text(encoding="utf-8") for file in (CARD_FILES / "citations").iterdir()]
     return environment.from_string((CARD_FILES / "template.md.jinja").read_text(encoding="utf-8")).render(
         card_data=data.to_yaml(),
@@ -161,46 +156,13 @@ def render(facts: Facts, data: ModelCardData, repo_id: str) -> str:
         base_link=link,
         base_named=bool(named),
         license=data.get("license"),
-        recipe=recipe(facts.training),
-        same=same,
+        same=[run for run in kinds["same"] if was_drafted(run)],
         wrong=kinds["fault"],
         rounded=kinds["rounding"],
-        whole=[run for run in same if run.get("dtype") in FULL_PRECISION],
         nothing_drafted=bool(kinds["same"]),
-        fewer=any(number(run, "tokens_per_step") > 1 and number(run, "speedup") >= 1 for run in facts.runs),
-        drafted=drafted,
-        slow=[run for run in drafted if 0 < round(number(run, "speedup"), 2) <= 1],
-        other_nodes=[] if facts.dynamic_tree else sorted(measured - chosen),  # a dynamic tree has no size of its own
-        own_measured=bool(measured & chosen),
+        fewer=any((run.get("tokens_per_step") or 0) > 1 and (run.get("speedup") or 0) >= 1 for run in facts.runs),
         citation=next((text.strip() for text in citations if f"arXiv:{family.paper}" in text), f"arXiv:{family.paper}"),
     )
-
-
-def number(run: dict[str, Any], name: str) -> float:
-    """A measured number, 0 where there is none."""
-    return float(run[name]) if is_number(run.get(name)) else 0.0
-
-
-def recipe(training: dict[str, Any]) -> dict[str, Any]:
-    """What the training summary says, in its own order, without what the card shows elsewhere; objects on one line."""
-    shown = {"base", "base_revision", "family", "license"}
-
-    def phrase(value: Any) -> str:
-        if isinstance(value, dict):
-            return ", ".join(f"{part} {name}" for name, part in value.items())
-        if isinstance(value, list):
-            return "; ".join(map(str, value))
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    rows = {}
-    for key, value in training.items():
-        if key in shown or ACCURACY.fullmatch(key):
-            continue
-        if isinstance(value, dict):
-            told = {name: part for name, part in value.items() if not ACCURACY.fullmatch(name)}
-            value = ", ".join(f"{name} {phrase(part)}" for name, part in told.items() if part not in ([], {}, None))
-        rows["expected tokens per step" if key == "tokens_per_step" else key.replace("_", " ")] = value
-    return rows
 
 
 def setting(run: dict[str, Any]) -> str:
@@ -234,12 +196,6 @@ def names(runs: list[dict[str, Any]]) -> str:
     return "; ".join(dict.fromkeys(shown))
 
 
-def listed(values: Iterable[Any]) -> str:
-    """Different values as "a, b and c", in their order."""
-    *words, last = dict.fromkeys(map(str, values))
-    return f"{', '.join(words)} and {last}" if words else last
-
-
 def exactness(run: dict[str, Any]) -> str:
     """`same`, or what changed the text: `rounding` alone, or a `fault`."""
     if run["identical"]:
@@ -261,9 +217,13 @@ def was_drafted(figures: dict[str, Any]) -> bool:
 
 
 def cell(value: Any) -> str:
-    """A value on one line of a table."""
+    """A value on one line of a table, without those inside it that are empty."""
     if value is None or type(value).__name__ == "ChainableUndefined":  # of jinja2: the facts do not hold it
         return "none" if value is None else "?"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {cell(part)}" for name, part in value.items() if part not in ([], {}, None))
+    if isinstance(value, list):
+        return "; ".join(map(cell, value))
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10_000:
         return f"{value:,}"
     if isinstance(value, float):

@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,6 @@ from hf_drafthead.trees.entries import CalibrationKey, heads_hash
 FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 SHOWN_APART = ("draft_tree", "calibration")
-ACCURACY = re.compile(r"head(\d+)_top(\d+)")
 
 
 @dataclass(frozen=True)
@@ -41,12 +39,10 @@ class Facts:
     chat_template: bool  # whether the tokenizer in the folder has one
     tree: DraftTree | None
     tree_name: str | None
-    tree_cut: bool  # whether the named tree is deeper than there are heads
     dynamic_tree: str | None  # dynamic or auto, where steps have trees of their own
     settings: dict[str, Any]
     calibration: list[dict[str, Any]]
     training: dict[str, Any]
-    accuracies: dict[int, list[float]]  # by k: how often head i has the true token among its best k
     runs: list[dict[str, Any]]  # what `hf-drafthead bench --json` wrote
     verifications: list[dict[str, Any]]  # what `hf-drafthead verify --json` did
 
@@ -73,7 +69,6 @@ def read_facts(folder: Path) -> Facts:
     shown_fields = heads_config.heads_fields() - {"num_draft_heads", "layer_config"}
     vocabulary = (config.get("base_config") or {}).get("vocab_size") or 2**31  # every rank, where none is known
     tree = static_tree(chosen, depth, vocabulary)
-    tree_name = chosen if tree and isinstance(chosen, str) else None
     calibration = settings.get("calibration") or []
     return Facts(
         folder=folder,
@@ -84,13 +79,11 @@ def read_facts(folder: Path) -> Facts:
         **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
         tree=tree,
-        tree_name=tree_name,
-        tree_cut=bool(tree and tree_name and DraftTree.from_name(tree_name).max_depth > tree.max_depth),
+        tree_name=chosen if tree and isinstance(chosen, str) else None,
         dynamic_tree=None if tree or chosen is None else chosen if isinstance(chosen, str) else "dynamic",
         settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
         calibration=[{**entry, **CalibrationKey.of_entry(entry)._asdict()} for entry in calibration],
         training=training,
-        accuracies=_accuracies({**training, **(training.get("held_out") or {})}),
         runs=runs,
         verifications=[evaluation for evaluation in evaluations if "checks" in evaluation],
     )
@@ -156,14 +149,6 @@ def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
             slices = {key: tensors.get_slice(key) for key in tensors.keys()}
             headers |= {key: (tuple(piece.get_shape()), str(piece.get_dtype())) for key, piece in slices.items()}
     return headers
-
-
-def _accuracies(figures: dict[str, Any]) -> dict[int, list[float]]:
-    """`head0_top1`, `head0_top5`, `head1_top1`, ... as one list of heads for each k."""
-    shares = {(int(match[2]), int(match[1])): figures[name] for name in figures if (match := ACCURACY.fullmatch(name))}
-    ks = sorted({k for k, _ in shares})
-    heads = range(max((head for _, head in shares), default=-1) + 1)
-    return {k: [shares[k, head] for head in heads] for k in ks if all((k, head) in shares for head in heads)}
 
 
 def _evaluations(folder: Path, family: str) -> list[dict[str, Any]]:

@@ -63,11 +63,6 @@ def without_format(rows: Any) -> Any:
     return rows.with_format(None)
 
 
-def is_record(record: Any) -> bool:
-    """Whether it is an object with one of the fields that are read."""
-    return isinstance(record, Mapping) and any(name in record for name in KNOWN)
-
-
 def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
     """One record in the form of a row; what cannot be read is None, and refused where it is used.
 

@@ -6,7 +6,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -17,9 +17,13 @@ from hf_drafthead.serving.served import Prompt, Served, StopText, TokenScores, l
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 COLD = 1e-6  # up to this temperature the likeliest token is taken: scores that are divided by less may be infinite
+OWN: Object = {"max_length": None, "stop_strings": None}  # is done here
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+CACHED = {"cached_tokens": 0, "cache_write_tokens": 0}
+ABOUT: Object = {"object": "response", "store": False, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
 OF_REQUESTS = {"input", "model", "stream", "stream_options"}  # fields that a response does not repeat
 PIECES = re.compile("[^<>]+|.", re.DOTALL)  # so that what stands before the marker behind a faulty call is not lost
+HERE = {"messages": "input", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 KINDS = {"content": "message", "reasoning_content": "reasoning", "thinking": "reasoning"}  # of items, by parsed fields
 OF_TEXTS: Object = {"message": ("output_text", {"role": "assistant"}), "reasoning": ("reasoning_text", {"summary": []})}
 CUT = "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for a part of a character
@@ -42,6 +46,7 @@ class Choice:
         self.decode = functools.partial(self.served.decode, special=self.parser is not None)
         self.window, self.shown, self.said, self.sent, self.raw = list[int](), 0, "", 0, ""
         self.scored, self.count, self.called, self.finish, self.cut = list[Any](), 0, 0, "", False
+        self.grown, self.tokens = list[tuple[str, Any]](), list[Any]()
         penalties = body.get("presence_penalty", 0.0), body.get("frequency_penalty", 0.0)
         matcher = None if call.schema is None else self.served.matcher(call.schema, self.parser)
         self.scores = TokenScores(len(self.prompt), penalties, call.alternatives, matcher)
@@ -62,12 +67,7 @@ class Choice:
             raise Refused(next(iter(asked), self.call.field), f"{reason} them the prompt.", "context_length_exceeded")
         left = context - length if context else 1024
         most = most or min(config.max_new_tokens or self.call.default or left, left)
-        told: Object = {
-            "max_new_tokens": most,
-            "max_length": None,
-            "stop_strings": None,
-            "eos_token_id": self.ends or None,
-        }
+        told: Object = {"max_new_tokens": most, "eos_token_id": self.ends or None, **OWN}
         if not body.keys().isdisjoint((*SAMPLING, "seed")) or body.get("n", 1) > 1:
             told["do_sample"] = body.get("temperature", 1) > COLD
         named = ("repetition_penalty", *(SAMPLING if told.get("do_sample", config.do_sample) else ()))
@@ -93,7 +93,7 @@ class Choice:
             self._decode(token)
         if last and not self.cut:
             self._decode()
-        self.first, self.count, self.grown = not self.count, self.count + len(new), list[tuple[str, Any]]()
+        self.count, self.grown = self.count + len(new), []
         for piece in [*PIECES.findall(self._released(last)), *[""] * last]:
             self._parse(piece)
         if last:
@@ -179,7 +179,12 @@ class Completions:
         if self.body.get("store") and not served.options.learn:
             raise Refused("store", "it is true for a server that learns alone: `serve --learn`.")
         self.prompts = self.read()
+        if not all(ids for ids, _ in self.prompts):
+            raise Refused(self.field, "it says nothing: the prompt has no tokens.")
         pairs = [(prompt, sibling) for prompt in self.prompts for sibling in range(self.body.get("n", 1))]
+        if len(pairs) > (most := served.options.max_queue_size):
+            field = "n" if "n" in self.body else self.field
+            raise Refused(field, f"{len(pairs)} answers are asked for at once, and max_queue_size is {most}.")
         self.choices = [Choice(self, prompt, at, sibling) for at, (prompt, sibling) in enumerate(pairs)]
 
     def read(self) -> list[Prompt]:
@@ -208,6 +213,10 @@ class Completions:
         for name in ("drafted", "accepted"):
             counts[f"{name}_tokens"] = sum(getattr(choice.result, name) for choice in self.choices)
         return counts
+
+    def begin(self) -> Iterable[str]:
+        """The events before those of the first result: clients expect to meet the choices in their order."""
+        return [event(self.wrapped([choice])) for choice in self.choices]
 
     def grown(self, choice: Choice) -> Iterator[str]:
         """The events of what a choice has grown by."""
@@ -247,7 +256,7 @@ class Chat(Completions):
         content, thoughts = choice.added("message"), choice.added("reasoning")
         calls = [call for kind, call in choice.grown if kind == "function_call"]
         message: Object = {"content": content if content or not calls else None}
-        message |= {"role": "assistant"} if choice.first else {}
+        message |= {} if self.stream and choice.count else {"role": "assistant"}
         message |= {"reasoning_content": thoughts} if thoughts else {}
         message |= {"tool_calls": calls} if calls else {}
         logprobs = None if self.alternatives is None else {"content": [scored(*token) for token in choice.tokens]}
@@ -259,6 +268,12 @@ class Responses(Chat):
 
     kind, field = TypeAdapter(fields(**RESPONSES)), "input"
 
+    def __init__(self, served: Served, body: Any):
+        try:
+            super().__init__(served, body)
+        except Refused as refused:  # by the name that a field of chats has here
+            raise Refused(HERE.get(refused.field, refused.field), refused.reason, refused.code) from None
+
     def read(self) -> list[Prompt]:
         self.items, self.numbers, self.body = list[Object](), itertools.count(), as_chat(self.asked)
         return super().read()
@@ -266,12 +281,11 @@ class Responses(Chat):
     def response(self, status: str, error: Object | None = None) -> Object:
         """All that is said of the answer."""
         cut = self.choices[0].finish == "length" and error is None
-        error = error and {"code": "server_error", "message": error["message"]}
-        about = {"id": f"resp_{self.key}", "object": "response", "created_at": self.created, "error": error}
+        reason = {"reason": "max_output_tokens"} if cut else None
+        about = ABOUT | {"id": f"resp_{self.key}", "created_at": self.created, "model": self.served.name}
         about |= {"status": "incomplete" if cut else status, "usage": self.usage() if self.choices[0].finish else None}
-        about |= {"model": self.served.name, "output": self.items, "store": False}
-        about |= {"incomplete_details": {"reason": "max_output_tokens"} if cut else None}
-        about |= {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
+        about |= {"output": self.items, "incomplete_details": reason}
+        about["error"] = error and {"code": "server_error", "message": error["message"]}
         return about | {name: self.asked[name] for name in self.asked.keys() - OF_REQUESTS}
 
     def usage(self) -> Object:
@@ -279,12 +293,12 @@ class Responses(Chat):
         thoughts = "".join(item["content"][0]["text"] for item in self.items if item["type"] == "reasoning")
         details = {"reasoning_tokens": len(self.served.decoder(thoughts, add_special_tokens=False)["input_ids"])}
         counts |= {"input_tokens": counts.pop("prompt_tokens"), "output_tokens": counts.pop("completion_tokens")}
-        cached = {"cached_tokens": 0, "cache_write_tokens": 0}
-        return counts | {"input_tokens_details": cached, "output_tokens_details": details}
+        return counts | {"input_tokens_details": CACHED, "output_tokens_details": details}
+
+    def begin(self) -> Iterable[str]:
+        return [self.sends("created", response=self.response("in_progress"))]
 
     def grown(self, choice: Choice) -> Iterator[str]:
-        if choice.first:
-            yield self.sends("created", response=self.response("in_progress"))
         for kind, said in choice.grown:
             if kind == "function_call":
                 yield from self.opened({"type": kind, "call_id": said["id"], **said["function"], "arguments": ""})

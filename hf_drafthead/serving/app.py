@@ -70,8 +70,9 @@ async def answer(served: Served, call: Completions) -> AsyncIterator[str]:
             if result.error is not None:
                 raise failure(result.error)
             choice = running.pop(result.request_id) if result.is_finished() else running[result.request_id]
+            first = () if begun else call.begin()
             choice.take(result)
-            for event in call.grown(choice):
+            for event in [*first, *call.grown(choice)]:
                 if call.stream:
                     begun = True
                     yield event

@@ -71,6 +71,7 @@ class Refused(HTTPException):
     """What a client has asked for and does not get."""
 
     def __init__(self, field: str, reason: str, code: str | None = None):
+        self.field, self.reason, self.code = field, reason, code
         message = " ".join(f"{field}: {reason}".split())
         super().__init__(400, {"message": message, "param": field, "code": code})
 

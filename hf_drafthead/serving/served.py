@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoProcessor, LogitsProcessor, StoppingCriteria
 from transformers.processing_utils import ProcessorMixin
 
-from hf_drafthead.data.texts import frame, read_text
-from hf_drafthead.evaluation.calls import positions_of
+from hf_drafthead.data.texts import read_text
+from hf_drafthead.evaluation.calls import encode, positions_of
 from hf_drafthead.evaluation.loading import load, load_arguments
 from hf_drafthead.serving.requests import Object, Refused
 
@@ -85,8 +85,7 @@ class Served:
             if max(given) >= self.vocabulary:
                 raise Refused("prompt", self.bounds)
             return given, {}
-        ids, ending = self.tokenizer(given)["input_ids"], frame(self.tokenizer)[1]
-        return ids[: -len(ending)] if ending and ids[-len(ending) :] == ending else ids, {}
+        return encode(self.model, self.tokenizer, [given])["input_ids"][0].tolist(), {}
 
     def chat(self, body: Object) -> Prompt:
         """A conversation as the chat template writes it, which has to read all that it is given."""

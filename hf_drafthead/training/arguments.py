@@ -207,7 +207,7 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
 
 def _meant(name: str, names: set[str]) -> str:
     near = get_close_matches(name, sorted(names), n=1)
-    return f"did you mean {near[0]}?" if near else "check its spelling."
+    return f"did you mean {near[0]}?" if near else "check its spelling, or leave it out."
 
 
 def refuse_wrong_types(arguments: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
+from hf_drafthead.modeling.checkpoint import read_heads_config
 from hf_drafthead.modeling.families import find_family, fresh_heads
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training import distill, examples, record
@@ -208,7 +209,10 @@ class _Run:
         if self.fields:
             names = ", ".join(sorted(self.fields))
             raise ValueError(f"{names} cannot be set for trained heads: leave them out, or train fresh heads.")
-        model: Any = family.model_class.from_pretrained(self.heads, base_model=self.base, **self.load)
+        stored = read_heads_config(str(self.heads))
+        commit = stored.base_model_revision if self.base == stored.base_model_name_or_path else None
+        load = {"base_model": self.base, "base_revision": commit, **self.load}
+        model: Any = family.model_class.from_pretrained(self.heads, **load)
         if (saved := model.config.family) != self.family:
             what = f"the heads in {str(self.heads)!r} are {saved!r} heads, not {self.family!r} ones"
             raise ValueError(f"{what}: give --family {saved}.")

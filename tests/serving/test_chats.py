@@ -85,6 +85,15 @@ def test_thoughts_and_calls_are_taken_out_of_a_chat(caller):
     assert call["index"] == 0 and call["function"] == message["tool_calls"][0]["function"]
 
 
+def test_a_stream_begins_with_all_choices_in_their_order(caller):
+    """Whichever has its first token first: the client of `openai` expects that."""
+    sent = events(caller.post("/v1/chat/completions", json={**ASKED, "stream": True, "n": 3}))
+    firsts = [event["choices"][0] for event in sent[:3]]
+    assert [choice["index"] for choice in firsts] == [0, 1, 2]
+    assert all(choice["delta"] == {"role": "assistant", "content": ""} for choice in firsts)
+    assert not any("role" in event["choices"][0]["delta"] for event in sent[3:])
+
+
 def test_a_response_has_them_as_items(caller):
     asked = {"input": "hi", "temperature": 0, "max_output_tokens": 20, "tools": [{"type": "function", **FUNCTION}]}
     response = post(caller, "responses", **asked)
@@ -150,6 +159,7 @@ def test_an_effort_turns_thoughts_on_and_off(effort, thinks, caller):
     [
         ("tools", {"tools": [TOOL]}), ("chat_template_kwargs.no_such", {"chat_template_kwargs": {"no_such": 1}}),
         ("chat_template_kwargs.messages", {"chat_template_kwargs": {"messages": []}}), ("messages", {"messages": []}),
+        ("messages", {"messages": [{"role": "user", "content": ""}]}),
         ("messages[0].role", {"messages": [{"role": "function", "content": "x"}]}),
         ("messages.content.image_url", {"messages": [{"role": "user", "content": [IMAGE]}]}),
         ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "x", "strict": True}}]}),
@@ -158,6 +168,13 @@ def test_an_effort_turns_thoughts_on_and_off(effort, thinks, caller):
 )  # fmt: skip
 def test_what_the_chat_template_does_not_read_is_refused(field, more, writer):
     assert post(writer, "chat/completions", 400, **ASKED | more)["error"]["param"] == field
+
+
+def test_a_response_is_refused_by_the_names_of_its_own_fields(writer):
+    silent, form = [{"role": "user", "content": ""}], {"format": {"type": "json_schema"}}
+    for field, more in (("input", {"input": silent}), ("text.format", {"input": "hi", "text": form})):
+        error = post(writer, "responses", 400, **more)["error"]
+        assert error["param"] == field and error["message"].startswith(field)
 
 
 def test_variables_of_all_chats_are_given_by_the_operator(caller, monkeypatch):

@@ -160,6 +160,9 @@ def test_clients_that_find_the_queue_full_are_told_at_once_and_others_are_answer
         assert 1 <= len(answers) - len(full) < 8 and {status for status, _ in answers} == {200, 503}
         assert all("max_queue_size is 1: ask again later." in got.json()["error"]["message"] for got in full)
         assert full[0].headers["Retry-After"] == "1"
+        for field, more in (("n", {"prompt": "abc", "n": 2}), ("prompt", {"prompt": ["abc", "b"]})):
+            never = client.post("/v1/completions", json=more)
+            assert never.status_code == 400 and never.json()["error"]["param"] == field
 
 
 def test_the_end_of_the_server_is_said_last_and_comes_in_time(folder):

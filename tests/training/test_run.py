@@ -415,6 +415,19 @@ def test_a_tenth_of_the_rows_is_held_out(place, tmp_path, rows, held_out):
     assert (len(found.held_out), len(list(found.rows))) == (held_out, rows - held_out)
 
 
+def test_heads_are_trained_further_on_the_commit_that_they_name(place, tmp_path, monkeypatch):
+    MedusaForCausalLM.from_base(str(place / "base"), num_draft_heads=2).save_pretrained(tmp_path / "heads")
+    name = str(place / "base")
+    edit_json(tmp_path / "heads" / "config.json", base_model_name_or_path=name, base_model_revision="c" * 40)
+    load, asked = MedusaForCausalLM.from_pretrained, []
+    monkeypatch.setattr(
+        MedusaForCausalLM, "from_pretrained", lambda *given, **how: asked.append(how) or load(*given, **how)
+    )
+    for base in (name, f"{name}/"):
+        train_heads(base, "medusa", place / "texts.jsonl", tmp_path / "new", heads=tmp_path / "heads", dry_run=True)
+    assert [how["base_revision"] for how in asked] == ["c" * 40, None]
+
+
 def test_bad_input(place, tmp_path):
     with pytest.raises(TypeError, match="learning_rat"):
         train(place, tmp_path / "g", learning_rat=1e-3)
