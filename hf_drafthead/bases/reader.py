@@ -78,7 +78,8 @@ class BaseReader:
     vocabulary: int = field(init=False)  # V
 
     def __post_init__(self) -> None:
-        module, kinds = self.output.decoder if self.split else self.base, kinds_of(self.reads)
+        module = self.output.decoder if self.split else self.base
+        kinds = [read for read in self.reads if isinstance(read, str)]
         config = self.base.config.get_text_config(decoder=True)
         object.__setattr__(self, "cache_name", cache_argument(module.forward) or CACHE)
         object.__setattr__(self, "states", tuple(layer for layer in self.reads if isinstance(layer, int)))
@@ -107,7 +108,7 @@ class BaseReader:
         inputs.pop("logits_to_keep", None)
         reading = self.read(with_cache(self.cache_name, inputs))
         scores = reading.scores[:, -1:] if last_only else reading.scores
-        return self.output.logits(scores) if self.split else scores, reading.features
+        return self.logits(scores), reading.features
 
     def read_texts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Reading:
         """Read whole texts (B, T), padded where the mask (B, T) is 0."""
@@ -224,7 +225,7 @@ class BaseReader:
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         inputs |= {"use_cache": True, **(self._more(tokens.shape[1]) if self.more else {})}
         reading = self._read_tree(inputs, cache, topology) if self.mixers and cache.placed else self.read(inputs)
-        return self.output.logits(reading.scores) if self.split else reading.scores, reading.features
+        return self.logits(reading.scores), reading.features
 
     def _read_tree(self, inputs: dict[str, Any], cache: SlotCache, topology: Topology) -> Reading:
         """As `read`, over nodes that layers which keep a state follow by their ancestors, and by no mask."""
@@ -244,11 +245,6 @@ class BaseReader:
             else value.expand(*value.shape[:axis], count, *value.shape[axis + 1 :]).contiguous()
             for name, (value, axis) in self.more.items()
         }
-
-
-def kinds_of(reads: tuple[int | str, ...]) -> list[str]:
-    """Of what a drafter reads, the types of attention whose keys and values it reads."""
-    return [read for read in reads if isinstance(read, str)]
 
 
 def key_layers(config: PreTrainedConfig, kinds: Iterable[str]) -> list[int]:

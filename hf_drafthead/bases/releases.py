@@ -125,11 +125,10 @@ CRITERIA_ON_DEVICE = (criteria.MaxLengthCriteria, criteria.EosTokenCriteria)
 
 # Functions of their modules by which layers without keys compute, as the packages of kernels name them.
 CONVOLVES, CONVOLVES_ONE = "causal_conv1d_fn", "causal_conv1d_update"
-DELTA_RULE, DELTA_RULE_OF_ONE = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
-BY_CHANNEL, BY_CHANNEL_OF_ONE = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+DELTA_RULES = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"  # of several tokens, of one
+BY_CHANNEL = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
 SCANS, SCANS_ONE, SELECTIVE_SCAN = "mamba2_chunk_scan", "mamba2_selective_state_update", "mamba_selective_scan"
-COMPUTES_WITHOUT_KEYS = {CONVOLVES, CONVOLVES_ONE, DELTA_RULE, DELTA_RULE_OF_ONE, BY_CHANNEL, BY_CHANNEL_OF_ONE}
-COMPUTES_WITHOUT_KEYS |= {SCANS, SCANS_ONE}
+COMPUTES_WITHOUT_KEYS = {CONVOLVES, CONVOLVES_ONE, *DELTA_RULES, *BY_CHANNEL, SCANS, SCANS_ONE}
 WRITES_INPUTS, WRITES_STATE = "update_conv_state", "update_recurrent_state"  # of a cache
 
 

@@ -31,38 +31,32 @@ def read_and_try(
     Returns logits at the last position, features at all of them (B, T, F*H), and how the steps read the base. Raises
     Unsupported where the base crashes, or answers differently.
     """
-    with refusing_draws(reader.base.device):
-        return _read_and_try(reader, prompt, cache)
-
-
-def _read_and_try(
-    reader: BaseReader, prompt: PromptInputs, cache: SlotCache
-) -> tuple[torch.Tensor, torch.Tensor, BaseReader]:
     said = f"with the model input {', '.join(prompt.unusual)} the base"
     if prompt.unusual in reader.refused:
         raise Unsupported(reader.refused[prompt.unusual])
     if prompt.ends_on_several_places:  # as other prompts with these inputs do not
         raise Unsupported("a row of the prompt ends where its positions have several axes that differ", lasting=False)
-    try:
-        outputs = reader.base(**prompt.arguments, output_hidden_states=True, return_dict=True)
-        features = reader.features(outputs.hidden_states, outputs.hidden_states[-1])
-        features = reader.with_keys(features, {reader.cache_name: cache}) if reader.keys else features
-    except Exception as error:  # the base's own decoding works, or says what is wrong with the prompt
-        if of_a_hook(error, reader.base, lambda: reader.base(**prompt.arguments)):
-            raise
-        raise Unsupported(str(refusal(f"{said} cannot read the prompt", error)), lasting=False) from error
-    cache.count(features.shape[1])
-    try:
-        steps, off = _try_steps(reader, prompt, cache, outputs)
-        if off is not None:
-            raise Unsupported(f"{said} does not honour tree masks ({off}){untested()}")
-    except Exception as error:
-        if of_a_hook(error, reader.base, _try_steps, reader, prompt, cache, outputs):
-            raise
-        why = error if isinstance(error, Unsupported) else refusal(f"{said} cannot verify a tree", error)
-        if why.lasting and not is_hooked(reader.base):
-            reader.refused[prompt.unusual] = str(why)
-        raise why from error.__cause__
+    with refusing_draws(reader.base.device):
+        try:
+            outputs = reader.base(**prompt.arguments, output_hidden_states=True, return_dict=True)
+            features = reader.features(outputs.hidden_states, outputs.hidden_states[-1])
+            features = reader.with_keys(features, {reader.cache_name: cache}) if reader.keys else features
+        except Exception as error:  # the base's own decoding works, or says what is wrong with the prompt
+            if of_a_hook(error, reader.base, lambda: reader.base(**prompt.arguments)):
+                raise
+            raise Unsupported(str(refusal(f"{said} cannot read the prompt", error)), lasting=False) from error
+        cache.count(features.shape[1])
+        try:
+            steps, off = _try_steps(reader, prompt, cache, outputs)
+            if off is not None:
+                raise Unsupported(f"{said} does not honour tree masks ({off}){untested()}")
+        except Exception as error:
+            if of_a_hook(error, reader.base, _try_steps, reader, prompt, cache, outputs):
+                raise
+            why = error if isinstance(error, Unsupported) else refusal(f"{said} cannot verify a tree", error)
+            if why.lasting and not is_hooked(reader.base):
+                reader.refused[prompt.unusual] = str(why)
+            raise why from error.__cause__
     return outputs.logits[:, -1:], features, steps
 
 

@@ -124,10 +124,7 @@ def convolve_token(
 
 
 RECURRENT: dict[str, Callable[..., Any]] = {
-    releases.DELTA_RULE: delta_rule,
-    releases.DELTA_RULE_OF_ONE: delta_rule,
-    releases.BY_CHANNEL: delta_rule,
-    releases.BY_CHANNEL_OF_ONE: delta_rule,
+    **dict.fromkeys((*releases.DELTA_RULES, *releases.BY_CHANNEL), delta_rule),
     releases.SCANS: chunk_scan,
     releases.SCANS_ONE: scan_token,
 }

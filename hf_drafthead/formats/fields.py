@@ -77,7 +77,11 @@ OF_BLOCKS = _row(
     projector_type=("dflash", "dspark"),
 ) | dict.fromkeys((*MASK, "dspark_bonus_anchor"))
 OF_SCALES = _row("attention_value_scale final_logit_softcapping input_embedding_scale output_multiplier")
-OF_SELECTOR = _row("conv_kernel_size conv_group_size selector_rank selector_top_k selector_vocab_size")
+OF_SELECTOR = _row(
+    "conv_kernel_size conv_group_size selector_rank selector_top_k selector_vocab_size",
+    markov_rank=(0,),
+    enable_confidence_head=(False,),
+)
 OF_THEIR_BLOCKS = _row("aux_hidden_state_layer_ids sliding_window_non_causal")
 OF_SPECULATORS = _row("speculators_model_type speculators_version speculators_config transformer_layer_config")
 OF_SPECULATORS |= _row("embed_requires_grad draft_vocab_size target_hidden_size")

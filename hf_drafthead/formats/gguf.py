@@ -14,6 +14,7 @@ from transformers.utils import cached_file, extract_commit_hash
 
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.eagle3 import IDS, WRITTEN_FOR
+from hf_drafthead.formats.fields import said
 from hf_drafthead.modeling.gguf_files import reading_gguf, split_gguf
 
 # What llama.cpp calls the parts of a block, and of a module for multi-token prediction, which is the last block.
@@ -102,8 +103,8 @@ def _unpacked(tensor: Any) -> Tensor:
 
 def gguf_blocks(place: str, file: str, first: int, hub: Mapping[str, Any]) -> dict[str, Tensor]:
     """The tensors of the blocks from number `first` on, unpacked, under the names that DeepSeek's files would have."""
-    _, said, stored = _opened(place, file, hub)
-    named, kind = os.path.join(place, file), said["general.architecture"]
+    _, says, stored = _opened(place, file, hub)
+    named, kind = os.path.join(place, file), says["general.architecture"]
     own = [item for item in stored if item.name.startswith("blk.") and int(item.name.split(".")[1]) >= first]
     if own and kind not in ARCHITECTURES:
         what = f"a module for multi-token prediction of the architecture {kind!r}: known are {', '.join(ARCHITECTURES)}"
@@ -125,15 +126,16 @@ def gguf_blocks(place: str, file: str, first: int, hub: Mapping[str, Any]) -> di
 def gguf_source(name: str, hub: Mapping[str, Any]) -> Source:
     """A drafter in a GGUF file, with names and config as the other layouts have them."""
     place, file = split_gguf(name)
-    path, said, stored = _opened(place, file or "", hub)
-    kind = said.get("general.architecture")
+    path, says, stored = _opened(place, file or "", hub)
+    kind = says.get("general.architecture")
     if kind not in DRAFTERS:
         what = f"has the architecture {kind!r}: of drafters in GGUF files {' and '.join(map(repr, DRAFTERS))} are known"
         raise ValueError(f"{name!r} {what}; a base with modules of its own is loaded with MtpForCausalLM.from_base.")
     with reading_gguf(name):
         tensors = {_name_of(name, tensor.name): _of_drafter(tensor) for tensor in stored if tensor.name != FREQUENCIES}
         factors = next((_unpacked(tensor).tolist() for tensor in stored if tensor.name == FREQUENCIES), None)
-    config = _config_of(kind, {key: value for key, value in said.items() if value is not None}, tensors, factors)
+    about = {key: value for key, value in says.items() if value is not None}
+    config = _config_of(name, kind, about, tensors, factors)
     if "d2t" in tensors and len(tensors["d2t"].unique()) == len(tensors["d2t"]) > 1:  # ids; others have offsets
         tensors["d2t"] = tensors["d2t"] - torch.arange(len(tensors["d2t"]))
     return Source(name, (path,), config, tensors, extract_commit_hash(path, None))
@@ -159,13 +161,13 @@ def _name_of(name: str, stored: str) -> str:
 
 
 def _config_of(
-    kind: str, said: Mapping[str, Any], tensors: Mapping[str, Tensor], factors: list[float] | None
+    name: str, kind: str, says: Mapping[str, Any], tensors: Mapping[str, Tensor], factors: list[float] | None
 ) -> dict[str, Any]:
     """What a config.json of z-lab (dflash) or of vLLM (eagle3) says; what is in no table here is refused there."""
-    own = {key.removeprefix(f"{kind}."): value for key, value in said.items() if key.startswith(f"{kind}.")}
+    own = {key.removeprefix(f"{kind}."): value for key, value in says.items() if key.startswith(f"{kind}.")}
     scaling = {key.removeprefix(SCALED): own.pop(key) for key in list(own) if key.startswith(SCALED)}
     left_out = {key: own.pop(key, None) for key in (*LEFT_OUT, *LAYERS, *SLIDES)}
-    layers, slides = (next((left_out[key] for key in keys if left_out[key]), None) for keys in (LAYERS, SLIDES))
+    layers, slides = (said(name, left_out, *keys) for keys in (LAYERS, SLIDES))
     config: dict[str, Any] = {"model_type": "qwen3" if kind == "dflash" else "llama"}
     config |= {FIELDS.get(key, f"{kind}.{key}"): value for key, value in own.items()}
     heads, turned = config.get("num_attention_heads") or 1, left_out["rope.dimension_count"]
@@ -182,13 +184,13 @@ def _config_of(
     if slides is not None or "sliding_window" in config:
         slides = slides or [True] * config.get("num_hidden_layers", 1)
         config["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
-    if tokens := said.get("tokenizer.ggml.tokens"):
+    if tokens := says.get("tokenizer.ggml.tokens"):
         config.setdefault("vocab_size", len(tokens))
     if kind == "eagle3":  # whose rows pair neighbours, as all of a Llama in such files
         return {**config, IDS: layers and list(layers), WRITTEN_FOR: "vllm", "rope_is_neox_style": False}
     markov = tensors.get("markov_head.markov_w1.weight")
     config["target_layer_ids"] = layers and [layer - 1 for layer in layers]
-    config["mask_token_id"] = said.get("tokenizer.ggml.mask_token_id")
+    config["mask_token_id"] = says.get("tokenizer.ggml.mask_token_id")
     config = {"is_causal": False, "sample_from_anchor": markov is not None} | config
     if markov is not None:
         config |= {"markov_rank": markov.shape[1], "markov_head_type": "vanilla"}

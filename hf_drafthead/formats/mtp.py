@@ -110,10 +110,12 @@ class StoredModules:
     def _plain(self, key: str, tensor: Tensor, scale: Tensor | None) -> Tensor:
         """The numbers of a tensor, which are packed in eight bits if there is a scale."""
         packed = f"{self.place!r} holds {key!r} {list(tensor.shape)} of its module for multi-token prediction"
-        if scale is None:
-            if tensor.is_floating_point() and tensor.dtype.itemsize >= 2:
-                return tensor
-            what = f"{str(tensor.dtype).removeprefix('torch.')}, of which nothing says how it is unpacked"
+        plain = tensor.is_floating_point() and tensor.dtype.itemsize >= 2
+        if scale is None and plain:
+            return tensor
+        if scale is None or plain:
+            why = "of which nothing says how it is unpacked" if scale is None else "which is not packed, beside a scale"
+            what = f"{str(tensor.dtype).removeprefix('torch.')}, {why}"
             raise ValueError(f"{packed} in {what}: take it from the original repository, with modules_from=.")
         wide = scale.reshape(scale.shape + (1,) * (tensor.dim() - scale.dim())).float()  # one for all, or for each row
         blocks = [1] * (tensor.dim() - len(self.block)) + [*self.block]
@@ -343,6 +345,9 @@ def own_modules(
         what = f"no module for multi-token prediction{note}: merging, quantizing and save_pretrained lose them"
         advice = f"take them from the original repository with modules_from={named_base(place, hub) or 'ORIGINAL'!r}"
         raise ValueError(f"{place!r} holds {what}; {advice}, or train fresh ones with modules_from=False.")
+    if len(stored) < (wanted := config.num_modules or 1):
+        what = f"holds {len(stored)} of the {wanted} modules for multi-token prediction that its config counts"
+        raise ValueError(f"{place!r} {what}: download it again, or say num_modules={len(stored)}.")
     if broken := [name for module in stored for name, tensor in module.items() if not tensor.isfinite().all()]:
         raise ValueError(f"{place!r} has modules with NaN or infinity in {broken[0]!r}: download it again.")
     for name, which in COPIES.items():

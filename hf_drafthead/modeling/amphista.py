@@ -14,7 +14,7 @@ Shapes: B rows, A newly verified positions, T positions, N places to guess from,
 V vocabulary.
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,8 @@ from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks
-from hf_drafthead.modeling.medusa import MEDUSA_RECIPE, MedusaDrafter
+from hf_drafthead.modeling.layers import ParallelBlocks, output_projections
+from hf_drafthead.modeling.medusa import MEDUSA_RECIPE, MedusaDrafter, MedusaState
 
 # Li et al. 2024 (Amphista), section 4.1; its two weights are not given there
 AMPHISTA_RECIPE: dict[str, Any] = {**MEDUSA_RECIPE, "head_decay": 1.0, "teacher_weight": 1.0, "num_train_epochs": 4}
@@ -100,15 +100,6 @@ class AdaptationStage(nn.Module):
         return self.fc(x if embeddings is None else torch.cat([x, embeddings], dim=-1))
 
 
-class AmphistaState(NamedTuple):
-    """As Medusa's, but `features` are each stage's output at the row's last verified position."""
-
-    features: Tensor  # (G, B, H), G at least 1
-    level: int = 0
-    guesses: Tensor | None = None  # of all heads: logits (K, B, V) if shared, else hidden (K, B, H)
-    caches: tuple[SlotCache, ...] = ()
-
-
 class AmphistaDrafter(MedusaDrafter):
     """Staged adaptation, heads, auto-embedding block; guesses all levels at once, as Medusa does.
 
@@ -130,14 +121,14 @@ class AmphistaDrafter(MedusaDrafter):
         with_positions = depth > 0 and config.use_head_positions
         positions = torch.zeros(heads, hidden_size)
         self.head_positions = nn.Embedding.from_pretrained(positions, freeze=False) if with_positions else None
-        self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head)
+        self.projections = output_projections(config, self.choices)
         groups = max(config.num_stages, 1)
         self._stage_of_head = [head * groups // heads for head in range(heads)]
 
     def start(self, batch_size: int, capacity: int) -> Any:
         groups, hidden_size = max(len(self.stages), 1), self.config.width
         caches = tuple(SlotCache(batch_size, 1, min(capacity, ROOM)) for _ in self.stages)
-        return AmphistaState(self.placed(torch.zeros(groups, batch_size, hidden_size)), caches=caches)
+        return MedusaState(self.placed(torch.zeros(groups, batch_size, hidden_size)), caches=caches)
 
     def observe(self, state: Any, features: Tensor, tokens: Tensor, lengths: Tensor) -> Any:
         x = self.placed(features)
@@ -147,7 +138,7 @@ class AmphistaDrafter(MedusaDrafter):
             x = stage.adaptation.over_verified(cache, stage.joined(x, embeddings), lengths)
             outputs.append(x)
         last = [last_valid(previous, new, lengths) for previous, new in zip(state.features, outputs, strict=True)]
-        return AmphistaState(torch.stack(last), caches=state.caches)
+        return MedusaState(torch.stack(last), caches=state.caches)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         x = features

@@ -19,7 +19,7 @@ from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import DecoderLayer
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import shortened
-from hf_drafthead.modeling.layers import OutputProjections, ResidualBlock
+from hf_drafthead.modeling.layers import ResidualBlock, output_projections
 from hf_drafthead.modeling.medusa import MEDUSA_RECIPE
 
 # Ankner et al. 2024, section 5
@@ -134,7 +134,7 @@ class HydraDrafter(Drafter):
         self.prefix = DecoderLayer(config.own_layer, ends_with_norm=True) if config.prefix_layer else None
         heads, hidden_size = config.num_draft_heads, config.width
         self.heads = nn.ModuleList(HydraHead(i, hidden_size, config) for i in range(heads))
-        self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head, bias=True)
+        self.projections: Any = output_projections(config, self.choices, bias=True)
 
     def start(self, batch_size: int, capacity: int) -> HydraState:
         nothing = self.placed(torch.zeros(batch_size, self.config.width))
@@ -164,7 +164,7 @@ class HydraDrafter(Drafter):
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         if self.config.dropout:
             hidden = F.dropout(hidden, self.config.dropout, self.training)
-        return self.base_logits(hidden) if self.projections.shared else self.projections(head, hidden)
+        return self.base_logits(hidden) if self.config.share_lm_head else self.projections.up[head](hidden)
 
 
 class HydraForCausalLM(DraftHeadPreTrainedModel):

@@ -40,17 +40,10 @@ class ParallelBlocks(nn.Module):
         return x + F.silu(torch.baddbmm(self.bias.unsqueeze(1), x, self.weight.transpose(1, 2)))
 
 
-class OutputProjections(nn.Module):
-    """From a head's state to logits: each head's own projection, or with `shared` none: the base's lm_head is used."""
-
-    def __init__(self, heads: int, hidden_size: int, vocab_size: int, shared: bool, bias: bool = False) -> None:
-        super().__init__()
-        self.shared = shared
-        self.up = nn.ModuleList(nn.Linear(hidden_size, vocab_size, bias=bias) for _ in range(0 if shared else heads))
-
-    def forward(self, head: int, hidden: Tensor) -> Tensor:
-        """Logits (..., V) of one head from its state (..., H), by its own projection."""
-        return self.up[head](hidden)
+def output_projections(config: Any, choices: int, bias: bool = False) -> nn.ModuleDict:
+    """From each head's state to logits (`up`); none where the base's lm_head is used."""
+    heads = 0 if config.share_lm_head else config.num_draft_heads
+    return nn.ModuleDict({"up": nn.ModuleList(nn.Linear(config.width, choices, bias=bias) for _ in range(heads))})
 
 
 class VocabularyRows:

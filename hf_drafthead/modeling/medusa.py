@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.layers import OutputProjections, ParallelBlocks
+from hf_drafthead.modeling.layers import ParallelBlocks, output_projections
 
 # Cai et al. 2024, section 2.2.1 and the published trainer; lengths and batch sizes depend on the user's memory and data
 MEDUSA_RECIPE: dict[str, Any] = {
@@ -45,9 +46,10 @@ class MedusaConfig(DraftHeadConfig):
 class MedusaState(NamedTuple):
     """What a row's guesses depend on: its last verified position, and how far the current tree has come."""
 
-    features: Tensor  # (B, H)
+    features: Tensor  # (B, H); of Amphista each stage's output there (G, B, H), G at least 1
     level: int = 0
     guesses: Tensor | None = None  # of all heads: logits (K, B, V) if shared, else hidden (K, B, H)
+    caches: tuple[SlotCache, ...] = ()  # of Amphista's stages
 
 
 class MedusaDrafter(Drafter):
@@ -62,7 +64,7 @@ class MedusaDrafter(Drafter):
         super().__init__(config)
         heads, hidden_size = config.num_draft_heads, config.width
         self.blocks = nn.ModuleList(ParallelBlocks(heads, hidden_size) for _ in range(config.num_layers))
-        self.projections = OutputProjections(heads, hidden_size, self.choices, config.share_lm_head)
+        self.projections: Any = output_projections(config, self.choices)
 
     def start(self, batch_size: int, capacity: int) -> Any:
         return MedusaState(self.placed(torch.zeros(batch_size, self.config.width)))
@@ -71,22 +73,20 @@ class MedusaDrafter(Drafter):
         return MedusaState(last_valid(state.features, features, lengths))
 
     def expand(self, state: Any, tokens: Tensor, parents: Tensor) -> tuple[Any, Guesses]:
-        level, guesses = state.level, state.guesses
+        level, guesses, shared = state.level, state.guesses, self.config.share_lm_head
         if guesses is None:
             guesses = self._side_by_side(state.features)  # (K, B, H)
             # One product reads a shared lm_head once for all heads; own projections wait until their level is asked.
-            guesses = self.base_logits(guesses) if self.projections.shared else guesses
-        guess = guesses[level] if self.projections.shared else self.projections(level, guesses[level])
-        # of its own class, which may have more fields
-        state = type(state)(state.features, level + 1, guesses, *state[3:])
-        return state, Guesses(guess.unsqueeze(1), self.draft_tokens)
+            guesses = self.base_logits(guesses) if shared else guesses
+        guess = guesses[level] if shared else self.projections.up[level](guesses[level])
+        return state._replace(level=level + 1, guesses=guesses), Guesses(guess.unsqueeze(1), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         hidden = self._side_by_side(features.flatten(0, 1))
         return [state.view_as(features) for state in hidden]
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
-        return self.base_logits(hidden) if self.projections.shared else self.projections(head, hidden)
+        return self.base_logits(hidden) if self.config.share_lm_head else self.projections.up[head](hidden)
 
     def _side_by_side(self, x: Tensor) -> Tensor:
         """(N, H) through every head's blocks: (K, N, H)."""

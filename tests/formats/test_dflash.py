@@ -98,6 +98,12 @@ def test_a_file_that_cannot_be_run_is_refused(changed, message, base, tmp_path):
         convert_checkpoint(load(Z_LAB).write(tmp_path / "theirs", **changed), base_model=base)
 
 
+def test_a_second_drafter_has_no_head_of_the_first(base, tmp_path):
+    folder = load("dflash2_z_qwen3_b8_n3_l2").write(tmp_path / "theirs", markov_rank=4)
+    with pytest.raises(ValueError, match="says markov_rank 4 in its config.json.*expected 0"):
+        convert_checkpoint(folder, base_model=base)
+
+
 OTHERS = [
     ("prefix_gru.weight_ih_l0", "is Domino"),
     ("layers.0.self_attn.sinks", "is a block drafter with attention sinks"),

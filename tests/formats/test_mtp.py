@@ -8,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from transformers.utils import logging
 
 from hf_drafthead.formats import convert_checkpoint, export_checkpoint
 from hf_drafthead.formats.mtp import find_modules
-from hf_drafthead.modeling import GemmaAssistantForCausalLM, MtpForCausalLM, mtp
+from hf_drafthead.modeling import DFlashForCausalLM, GemmaAssistantForCausalLM, MtpForCausalLM, mtp
 from hf_drafthead.modeling.base_model import auto_class
 from tests.base_table import DEEPSEEK, EXPERTS, GROUPS, LINEAR
 from tests.bases import SIZES, SPECIAL, VOCABULARY, tiny_base
@@ -321,6 +322,14 @@ def test_several_modules_are_not_written_under_the_names_of_one(model_type, tmp_
         export_checkpoint(modules_on(model_type, num_modules=2), tmp_path / "theirs", "base")
 
 
+def test_fewer_modules_than_the_config_counts_are_refused_unless_they_are_asked_for(glm):
+    fields = json.loads((glm / "config.json").read_text())
+    (glm / "config.json").write_text(json.dumps({**fields, "num_nextn_predict_layers": 3}))
+    with pytest.raises(ValueError, match="holds 1 of the 3 modules .* its config counts: .*or say num_modules=1.$"):
+        MtpForCausalLM.from_base(glm)
+    assert MtpForCausalLM.from_base(glm, num_modules=1).config.num_modules == 1
+
+
 def test_a_damaged_shard_is_one_line(glm):
     (glm / "second.safetensors").write_bytes(b"12345678")
     with pytest.raises(OSError, match="second.safetensors' is not a readable safetensors file"):
@@ -424,8 +433,10 @@ def test_the_draft_vocabulary_is_the_first_tokens_of_a_ranking(glm, tmp_path):
             MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "ranking.json")
 
 
-@pytest.mark.parametrize("model_class", [MtpForCausalLM, GemmaAssistantForCausalLM])
+@pytest.mark.few(3)
+@pytest.mark.parametrize("model_class", [MtpForCausalLM, GemmaAssistantForCausalLM, DFlashForCausalLM])
 def test_a_drafter_in_float16_computes_in_bfloat16_and_says_so_once(model_class, caplog):
+    logging.get_logger("hf_drafthead.modeling.drafter").warning_once.cache_clear()
     base = tiny_base("llama-gqa", dtype=torch.float16)
     model = model_class.from_base(base)
     call = {"input_ids": torch.arange(3, 9)[None], "max_new_tokens": 6, "draft_tree": [[0], [0, 0]]}
@@ -465,6 +476,11 @@ BROKEN = {
         str(dtype): ("glm4_moe", in_type(dtype), f"holds {QUERIES!r} .* of which nothing says how it is unpacked")
         for dtype in (torch.uint8, torch.float8_e4m3fn, torch.int32)
     },
+    "a scale of what is not packed": (
+        "glm4_moe",
+        lambda tensors: tensors | {f"{QUERIES}_scale": torch.ones(1)},
+        "q_proj.weight' .* in float32, which is not packed, beside a scale: take it from",
+    ),
     "scales of blocks of no known width": (
         "glm4_moe",
         lambda tensors: tensors | {FC: tensors[FC].to(torch.float8_e4m3fn), f"{FC}_scale_inv": torch.ones(3, 5)},

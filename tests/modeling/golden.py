@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_drafthead.modeling import Drafter, DraftHeadPreTrainedModel
+from hf_drafthead.modeling import Drafter
 
 FOLDER = Path(__file__).parent.parent / "golden"
 TREES = ("chain3", "small8", "ragged12")
@@ -44,15 +44,6 @@ def golden_base() -> LlamaForCausalLM:
     base = LlamaForCausalLM(LlamaConfig(**fields)).eval()
     base.load_state_dict(load_file(FOLDER / "base_tiny.safetensors"))
     return base
-
-
-def golden_model(
-    model_class: type[DraftHeadPreTrainedModel], weights: dict[str, Tensor], **fields
-) -> DraftHeadPreTrainedModel:
-    """The model with these drafter weights; every one of them must be there and be used."""
-    model = model_class.from_base(golden_base(), **fields)
-    model.drafter.load_state_dict(weights)
-    return model
 
 
 def drafted(drafter: Drafter, state, root: Tensor, paths: list[list[int]]) -> list[int]:

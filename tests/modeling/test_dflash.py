@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, Qwen3Config
-from transformers.utils import logging
 
 from hf_drafthead.generation.step import Stages
 from hf_drafthead.generation.tree import DynamicTree
@@ -149,38 +148,8 @@ def test_how_likely_the_best_guess_is_is_what_the_heads_foretell():
     assert torch.equal(guesses.likeliest(3)[0], guesses.top(3)[0])
 
 
-def test_a_drafter_in_float16_computes_in_bfloat16_and_says_so_once(caplog):
-    base = tiny_base("llama-gqa", dtype=torch.float32)
-    model = build(base, **SMALL)
-    logging.get_logger("hf_drafthead.modeling.dflash").warning_once.cache_clear()
-    caplog.clear()
-    for _ in range(2):
-        model.drafter.half()
-        assert torch.equal(model.generate(PROMPT, **CALL), base.generate(PROMPT, **CALL))
-        assert model.drafter.fc.weight.dtype == torch.bfloat16 and base.dtype == torch.float32
-    assert caplog.text.count("computes in bfloat16") == 1
-
-
 def test_a_block_that_reaches_beyond_the_last_position_changes_nothing():
     base = tiny_base("gpt2", n_positions=24)
     model = build(base, num_layers=1, num_draft_heads=15)
     call = {"max_new_tokens": 24 - PROMPT.shape[1], "eos_token_id": None}
     assert torch.equal(model.generate(PROMPT, **call, draft_tree="dynamic"), base.generate(PROMPT, **call))
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-def test_layers_that_are_recomputed_give_the_same_gradients(monkeypatch):
-    results, runs, through = [], [], BlockLayers._through
-    monkeypatch.setattr(BlockLayers, "_through", lambda *given: (runs.append(0), through(*given))[1])
-    for recomputed in (False, True):
-        model = build(**DSPARK | {"num_layers": 2}).train()
-        if recomputed:
-            model.gradient_checkpointing_enable()
-        runs.clear()
-        features = torch.linspace(-1, 1, 2 * 9 * 32, dtype=torch.float64).view(2, 9, 32)
-        states = torch.stack(model.drafter.head_states(features, torch.arange(18).view(2, 9)))
-        states.square().sum().backward()
-        results.append([one.grad for one in model.drafter.parameters() if one.grad is not None])
-        assert len(runs) == 2 * (2 if recomputed else 1)
-    for plain, again in zip(*results, strict=True):
-        torch.testing.assert_close(again, plain)

@@ -10,7 +10,6 @@ from transformers import AutoModel, Qwen2Config, Qwen3Config
 
 from hf_drafthead.modeling import Eagle3Config, Eagle3ForCausalLM, families
 from hf_drafthead.modeling.decoder_layer import ChainKeys
-from hf_drafthead.modeling.eagle3 import PairLayers
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import Family
 
@@ -228,32 +227,3 @@ def test_eagle_3_1_norms_every_feature_and_feeds_the_normed_output_back():
         assert torch.allclose(first, expected)
         pair = torch.cat([base.model.embed_tokens(ids.roll(-2, 1)), drafter.norm(expected)], dim=-1)
         assert torch.allclose(second, drafter.body.over_chains(chains, pair, 1, None))
-
-
-@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
-@pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}], ids=["default", "use_reentrant"])
-@pytest.mark.parametrize("padded", [False, True], ids=["even rows", "padded on the left"])
-@pytest.mark.parametrize("layers", [1, 2])
-def test_layers_that_are_recomputed_give_the_same_states_and_gradients(layers, padded, kwargs, monkeypatch):
-    drafter_of = Family("eagle3", Eagle3ForCausalLM, {**LAYERS, "num_draft_heads": 3, "num_layers": layers}).build
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 67, (2, 11), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[0, : 4 * padded] = 0
-    results, runs = [], []
-    through = PairLayers._through
-    monkeypatch.setattr(PairLayers, "_through", lambda *given: (runs.append(0), through(*given))[1])
-    for recomputed in (False, True):
-        torch.manual_seed(0)
-        model = drafter_of(tiny_base("llama-gqa")).train()
-        if recomputed:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-        runs.clear()
-        features = torch.linspace(-1, 1, 2 * 11 * 64, dtype=torch.float64).view(2, 11, 64)
-        states = torch.stack(model.drafter.head_states(features, ids, mask if padded else None))
-        states.square().sum().backward()
-        gradients = [one.grad for one in model.drafter.parameters() if one.grad is not None]
-        results.append([states.detach(), *gradients])
-        assert len(runs) == 3 * layers * (2 if recomputed else 1)  # all of them are, or none
-    for plain, again in zip(*results, strict=True):
-        torch.testing.assert_close(again, plain)

@@ -34,39 +34,57 @@ def text():
     return torch.randn(1, 9, 32, generator=generator, dtype=torch.float64), ids
 
 
-def reads(drafter, features, ids, *, at: int, feature: int | None = None, token: int | None = None) -> list[bool]:
-    """For each head, whether its state at `at` changes with the feature or the token of one position."""
-    before = states(drafter, features, ids)
-    features, ids = features.clone(), ids.clone()
-    if feature is not None:
-        features[0, feature] += 1.0
-    if token is not None:
-        ids[0, token] = (ids[0, token] + 7) % VOCABULARY
-    return [not torch.equal(a, b) for a, b in zip(before[:, 0, at], states(drafter, features, ids)[:, 0, at])]
+PREFIX = {"num_draft_heads": 2, "prefix_layer": True}
+# A class and its fields; of each change at a position, which heads see it at position 3.
+READS = {
+    "medusa": (
+        MedusaForCausalLM,
+        {"num_draft_heads": 2, "num_layers": 2},
+        {"feature 3": "11", "feature 2": "00", "feature 4": "00", "token 3": "00", "token 4": "00"},
+    ),
+    "hydra: a token more for each head": (
+        HydraForCausalLM,
+        {"num_draft_heads": 3, "num_layers": 2},
+        {"feature 2": "000", "token 4": "111", "token 5": "011", "token 6": "001", "token 7": "000"},
+    ),
+    "hydra++: the text so far": (HydraForCausalLM, PREFIX, {"feature 0": "11", "feature 4": "00", "token 3": "00"}),
+    "amphista: the text so far and the root": (
+        AmphistaForCausalLM,
+        {},
+        {"feature 0": "1111", "token 4": "1111", "feature 4": "0000", "token 5": "0000"},
+    ),
+    "amphista without the sampled token": (
+        AmphistaForCausalLM,
+        {"use_sampled_token": False},
+        {"feature 0": "1111", "token 4": "0000"},
+    ),
+    "amphista without stages": (
+        AmphistaForCausalLM,
+        {"num_stages": 0},
+        {"feature 3": "1111", "feature 2": "0000", "token 4": "0000"},
+    ),
+    "eagle: pairs of the text so far": (
+        EagleForCausalLM,
+        {},
+        {"feature 0": "1", "token 4": "1", "feature 4": "0", "token 5": "0"},
+    ),
+}
 
 
-def test_medusa_reads_its_own_position_only(text):
-    drafter = build(MedusaForCausalLM, num_draft_heads=3, num_layers=2)
-    assert all(reads(drafter, *text, at=4, feature=4))
-    for other in ({"feature": 3}, {"feature": 5}, {"token": 4}, {"token": 5}):
-        assert not any(reads(drafter, *text, at=4, **other))
-
-
-def test_hydra_heads_read_one_token_more_each(text):
-    drafter = build(HydraForCausalLM, num_draft_heads=3, num_layers=2)
-    assert not any(reads(drafter, *text, at=2, feature=1))
-    assert reads(drafter, *text, at=2, token=3) == [True, True, True]
-    assert reads(drafter, *text, at=2, token=4) == [False, True, True]
-    assert reads(drafter, *text, at=2, token=5) == [False, False, True]
-    assert reads(drafter, *text, at=2, token=6) == [False, False, False]
-
-
-def test_the_prefix_layer_reads_the_text_so_far(text):
-    drafter = build(HydraForCausalLM, num_draft_heads=2, prefix_layer=True)
-    assert drafter.keeps_history and not build(HydraForCausalLM).keeps_history
-    assert all(reads(drafter, *text, at=4, feature=0))
-    assert not any(reads(drafter, *text, at=4, feature=5))
-    assert not any(reads(drafter, *text, at=4, token=4))
+@pytest.mark.few(7)
+@pytest.mark.parametrize("model_class, fields, expected", READS.values(), ids=READS)
+def test_what_heads_read_of_a_text(model_class, fields, expected, text):
+    drafter = build(model_class, **fields)
+    before = states(drafter, *text)[:, 0, 3]
+    assert drafter.keeps_history == ("feature 0" in expected)
+    for change, heads in expected.items():
+        (kind, place), (features, ids) = change.split(), (part.clone() for part in text)
+        if kind == "feature":
+            features[0, int(place)] += 1.0
+        else:
+            ids[0, int(place)] = (ids[0, int(place)] + 7) % VOCABULARY
+        after = states(drafter, features, ids)[:, 0, 3]
+        assert "".join(str(int(not torch.equal(a, b))) for a, b in zip(before, after)) == heads, change
 
 
 def test_hydra_plus_plus_is_four_layers_a_prefix_layer_and_dropout():
@@ -99,24 +117,6 @@ def test_dropout_is_for_training_only(text):
     drafter.train()
     assert not torch.equal(states(drafter, *text), states(drafter, *text))
     assert not torch.equal(drafter.head_logits(0, hidden), drafter.head_logits(0, hidden))
-
-
-def test_amphista_reads_the_text_so_far_and_the_root(text):
-    drafter = build(AmphistaForCausalLM)
-    assert all(reads(drafter, *text, at=4, feature=0)) and all(reads(drafter, *text, at=4, token=5))
-    assert not any(reads(drafter, *text, at=4, feature=5)) and not any(reads(drafter, *text, at=4, token=6))
-
-
-def test_amphista_without_the_sampled_token(text):
-    drafter = build(AmphistaForCausalLM, use_sampled_token=False)
-    assert all(reads(drafter, *text, at=4, feature=0)) and not any(reads(drafter, *text, at=4, token=5))
-
-
-def test_amphista_without_stages(text):
-    drafter = build(AmphistaForCausalLM, num_stages=0)
-    assert not drafter.keeps_history
-    assert all(reads(drafter, *text, at=4, feature=4))
-    assert not any(reads(drafter, *text, at=4, feature=3)) and not any(reads(drafter, *text, at=4, token=5))
 
 
 @pytest.mark.parametrize("stages, heads", [(1, [0, 0, 0, 0]), (2, [0, 0, 1, 1]), (3, [0, 0, 1, 2]), (4, [0, 1, 2, 3])])
@@ -167,11 +167,9 @@ def test_the_first_guess_of_fresh_amphista_heads_is_a_sensible_one(text):
     torch.testing.assert_close(joined, text[0] + drafter.stages[0].fc.bias)
 
 
-def test_eagle_reads_pairs_of_the_text_so_far(text):
+def test_eagle_is_a_layer_without_its_input_norm_behind_one_that_joins():
     drafter = build(EagleForCausalLM)
-    assert drafter.max_depth is None and drafter.keeps_history
-    assert reads(drafter, *text, at=4, feature=0) == [True] == reads(drafter, *text, at=4, token=5)
-    assert reads(drafter, *text, at=4, feature=5) == [False] == reads(drafter, *text, at=4, token=6)
+    assert drafter.max_depth is None
     assert not hasattr(drafter.body.layer.input_layernorm, "weight")
     assert {name for name in drafter.state_dict() if not name.startswith("body.layer.")} == {"fc.weight"}
 

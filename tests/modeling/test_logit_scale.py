@@ -120,7 +120,7 @@ def test_a_capped_base_starts_own_projections_near_its_logits():
     with torch.no_grad():
         hidden = base(IDS, output_hidden_states=True).hidden_states[-1]
         logits, alone = base(IDS).logits, base.lm_head(hidden)
-        start = model.drafter.projections(0, hidden)
+        start = model.drafter.head_logits(0, hidden)
     assert (start - logits).abs().mean() < 0.5 * (alone - logits).abs().mean()
 
 

@@ -17,42 +17,27 @@ from typing import Any
 
 from torch import nn
 
+from hf_drafthead.bases import releases
 from hf_drafthead.bases.hooks import names_in_forward
 from hf_drafthead.bases.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
 from hf_drafthead.bases.mixers.layer import Mixer, Nodes
 from hf_drafthead.bases.mixers.short_convolution import ShortConvolution, convolve_nodes, convolve_root
 from hf_drafthead.bases.mixers.state_space import StateSpace, scan_nodes, scan_root
-from hf_drafthead.bases.releases import (
-    BY_CHANNEL,
-    BY_CHANNEL_OF_ONE,
-    CONVOLVES,
-    CONVOLVES_ONE,
-    DELTA_RULE,
-    DELTA_RULE_OF_ONE,
-    SCANS,
-    SCANS_ONE,
-    SELECTIVE_SCAN,
-    WRITES_INPUTS,
-    WRITES_STATE,
-)
 
 TREE_FORMS: dict[str, Callable[..., Any]] = {
-    CONVOLVES: convolve_nodes,
-    CONVOLVES_ONE: convolve_root,
-    DELTA_RULE: delta_rule_of_nodes,
-    DELTA_RULE_OF_ONE: delta_rule_of_nodes,
-    BY_CHANNEL: delta_rule_of_nodes,
-    BY_CHANNEL_OF_ONE: delta_rule_of_nodes,
-    SCANS: scan_nodes,
-    SCANS_ONE: scan_root,
+    releases.CONVOLVES: convolve_nodes,
+    releases.CONVOLVES_ONE: convolve_root,
+    **dict.fromkeys((*releases.DELTA_RULES, *releases.BY_CHANNEL), delta_rule_of_nodes),
+    releases.SCANS: scan_nodes,
+    releases.SCANS_ONE: scan_root,
 }
 # by the function that folds tokens into a state
 KINDS: dict[str, Mixer] = {
-    DELTA_RULE: DeltaRule(by_channel=False),
-    BY_CHANNEL: DeltaRule(by_channel=True),
-    SCANS: StateSpace(),
+    releases.DELTA_RULES[0]: DeltaRule(by_channel=False),
+    releases.BY_CHANNEL[0]: DeltaRule(by_channel=True),
+    releases.SCANS: StateSpace(),
 }
-NO_TREE_FORM = {SELECTIVE_SCAN: "its decay differs by channel and by entry: each pair of nodes costs a state"}
+NO_TREE_FORM = {releases.SELECTIVE_SCAN: "its decay differs by channel and by entry: each pair of nodes costs a state"}
 _EXTENDING = threading.Lock()
 
 
@@ -66,10 +51,10 @@ def mixers_of(decoder: nn.Module) -> dict[int, Mixer]:
     for module in decoder.modules():
         place, names = names_in_forward(module)
         number = getattr(module, "layer_idx", None)
-        if not names & {WRITES_INPUTS, WRITES_STATE} or not isinstance(number, int):
+        if not names & {releases.WRITES_INPUTS, releases.WRITES_STATE} or not isinstance(number, int):
             continue
         kind = next((kind for name, kind in KINDS.items() if name in names), None)
-        if kind is None and WRITES_STATE in names:
+        if kind is None and releases.WRITES_STATE in names:
             reasons = (reason for name, reason in NO_TREE_FORM.items() if name in names)
             raise UnknownMixer(f"{type(module).__name__} ({next(reasons, 'its recurrence has no tree form here')})")
         mixers[number] = kind or mixers.get(number) or ShortConvolution()
