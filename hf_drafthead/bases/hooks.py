@@ -71,7 +71,8 @@ def circumstances(base: PreTrainedModel) -> tuple[tuple[Hashable, ...], bool]:
         if "layer_idx" in module.__dict__:  # functions that may be replaced in a mixer's module
             seen += called(module)
         if module._forward_hooks or module._forward_pre_hooks:
-            hooks = hooks_of(module)
+            numbered = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())  # never twice the same
+            hooks = [pair for pair in numbered if not getattr(pair[1], "__module__", "").startswith(LIBRARIES)]
             hooked = hooked or bool(hooks)
             seen += hooks
     return tuple(seen), hooked
@@ -87,12 +88,6 @@ def called(module: nn.Module) -> list[Any]:
     """The functions that a mixer calls and that have a tree form, as they are without it."""
     place, names = names_in_forward(module)
     return [getattr(place[name], "plain", place[name]) for name in sorted(names & COMPUTES_WITHOUT_KEYS)]
-
-
-def hooks_of(module: nn.Module) -> list[tuple[int, Any]]:
-    """The hooks of a module that are the user's own, and their numbers, which are not given twice."""
-    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
-    return [(number, hook) for number, hook in hooks if not getattr(hook, "__module__", "").startswith(LIBRARIES)]
 
 
 def is_hooked(base: PreTrainedModel) -> bool:

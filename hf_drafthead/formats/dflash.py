@@ -21,17 +21,7 @@ from hf_drafthead.formats.base_tensors import INPUT, OUTPUT, read_base_tensor
 from hf_drafthead.formats.disk import Joined, Source
 from hf_drafthead.formats.eagle3 import IDS as OF_EAGLE
 from hf_drafthead.formats.eagle3 import draft_map, read_draft_tokens, read_vocabulary
-from hf_drafthead.formats.fields import (
-    FULL,
-    MASK,
-    SLIDING,
-    by_type,
-    flag,
-    layer_types,
-    llama_fields,
-    read_layer_config,
-    said,
-)
+from hf_drafthead.formats.fields import FULL, MASK, SLIDING, flag, layer_types, llama_fields, read_layer_config, said
 from hf_drafthead.formats.layout import KIND, SET, SGLANG, Files, Heads, Layout, Loss, Reader, SavedHeads
 from hf_drafthead.formats.speculators import START, speculator, verifier_of
 from hf_drafthead.formats.tables import NO, YES, Limits, Prefixes, renamed
@@ -256,14 +246,10 @@ def _read(
     tensors |= read_draft_tokens(reader, draft_size, vocab_size)
     has_own = {"embed_tokens.weight": own_embeddings, "lm_head.weight": not shared}
     copies = reader.copies({key: which for key, which in COPIES.items() if not has_own[key]})
-    rotary = [layer, *by_type(layer.get("rope_parameters")).values(), *by_type(layer.get("rope_scaling")).values()]
-    if not any(one.get("rope_theta") for one in rotary):
-        what = "does not say rope_theta or rope_parameters of its layers, which need not be the base's"
-        raise ValueError(f"{source.name!r} {what}: give a folder whose config.json does.")
     if (scale := config.get("attention_value_scale") or 1.0) != 1.0:  # of values, and so of what attention gives out
         for key in [key for key in tensors if key.endswith("o_proj.weight")]:
             tensors[key] = Joined((tensors[key].tensor() * scale,), tensors[key].shape, tensors[key].sources)
-    layer_config = read_layer_config(reader, "layers.0.", layer, width, vocab_size, layers)
+    layer_config = read_layer_config(reader, "layers.0.", layer, width, vocab_size, layers, theta=None)
     layer_config.layer_types = kinds
     form |= {
         "draft_vocab_size": draft_size if draft_size < vocab_size else None,

@@ -140,7 +140,7 @@ def head_fields(source: Source, layout: str) -> dict[str, Any]:
         flat = {key: value for key, value in flat.items() if key in row or key not in layer or layer[key] != value}
     refuse_unknown(name, flat, row)
     for key in ("rope_scaling", "rope_parameters"):
-        for rotary in by_type(layer.get(key)).values():
+        for rotary in _by_type(layer.get(key)).values():
             refuse_unknown(name, rotary, ROTARY, f" of its {key}")
     return flat
 
@@ -221,12 +221,22 @@ ATTENTION = "self_attn."
 PROMISED = dict.fromkeys(("attention_bias", "qkv_bias"), f"{ATTENTION}q_proj.bias")
 PROMISED |= {"mlp_bias": "mlp.gate_proj.bias", "use_qk_norm": f"{ATTENTION}q_norm.weight"}
 FULL, SLIDING = "full_attention", "sliding_attention"
+THETA = 10000.0  # where a config says none
 
 
 def read_layer_config(
-    reader: Reader, prefix: str, config: Mapping[str, Any], hidden_size: int, vocab_size: int, layers: int = 1
+    reader: Reader,
+    prefix: str,
+    config: Mapping[str, Any],
+    hidden_size: int,
+    vocab_size: int,
+    layers: int = 1,
+    theta: float | None = THETA,
 ) -> PreTrainedConfig:
-    """The config of layers whose tensors stand under a prefix; sizes are those of the tensors, and noted if others."""
+    """The config of layers whose tensors stand under a prefix; sizes are those of the tensors, and noted if others.
+
+    theta: the rotary base where none is said; None if that is refused.
+    """
     if not config.get("num_attention_heads"):
         what = "has no config.json that says num_attention_heads, which tensors do not tell"
         raise ValueError(f"{reader.name!r} {what}: give the folder that has it.")
@@ -251,7 +261,7 @@ def read_layer_config(
     reader.note_differences(config, **sizes, num_hidden_layers=layers)
     kinds, window = layer_types(reader.name, config, layers)
     fields = {name: config[name] for name in KEPT if config.get(name) is not None}
-    fields |= {"rope_parameters": rotary_of(reader.name, config, kinds)} | sizes
+    fields |= {"rope_parameters": rotary_of(reader.name, config, kinds, theta)} | sizes
     if fields.get("hidden_act", "silu") not in ACT2FN:
         raise ValueError(f"{reader.name!r} says hidden_act {fields['hidden_act']!r}, which is not known here.")
     for name, value in (*fields.items(), *fields["rope_parameters"].items()):
@@ -282,12 +292,12 @@ def layer_types(name: str, config: Mapping[str, Any], layers: int) -> tuple[list
     if SLIDING in kinds[:layers] and not slides and False in (slides, uses):
         what = f"says use_swa {slides} and use_sliding_window {uses}, and the layer_types {shortened.repr(kinds)}"
         raise ValueError(f"{name!r} {what}: correct its config.json.")
-    if not kinds and slides is None and (of_swa or (window and uses is None)):
-        said_window, flags = ("swa_window_size", "use_swa") if of_swa else ("sliding_window", "use_sliding_window")
-        if config[said_window] < config.get("max_position_embeddings", math.inf):
-            what = f"says {said_window} {config[said_window]}, and not which of its layers see so many positions only"
-            advice = f"add {flags} (false for none) or layer_types to its config.json"
-            raise ValueError(f"{name!r} {what}: {advice}.")
+    field, size = ("swa_window_size", of_swa) if of_swa else ("sliding_window", window)
+    says = slides if of_swa else uses
+    if not kinds and not slides and size and says is None and size < config.get("max_position_embeddings", math.inf):
+        what = f"says {field} {size}, and not which of its layers see so many positions only"
+        advice = "add use_swa or use_sliding_window (false for none) or layer_types to its config.json"
+        raise ValueError(f"{name!r} {what}: {advice}.")
     if slides:
         kinds = [SLIDING] * layers
     elif not kinds:
@@ -298,7 +308,7 @@ def layer_types(name: str, config: Mapping[str, Any], layers: int) -> tuple[list
     return kinds[:layers], window
 
 
-def by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
+def _by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
     """Rotary parameters by type of layer; under "" where they are of all."""
     if not isinstance(said_of_rotary, Mapping):
         return {}
@@ -306,14 +316,16 @@ def by_type(said_of_rotary: Any) -> dict[str, Mapping[str, Any]]:
     return of_types or {"": said_of_rotary}
 
 
-def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dict[str, Any]:
+def rotary_of(
+    name: str, config: Mapping[str, Any], kinds: Iterable[str], theta: float | None = THETA
+) -> dict[str, Any]:
     """The rotary parameters of layers of these types; what is said of one in several ways is refused."""
     parameters: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise TypeError(f"{key} is {value!r}")
-        of_types = by_type(value)
+        of_types = _by_type(value)
         wanted = [dict(of_types.get(kind, of_types.get("", {}))) for kind in dict.fromkeys(kinds)]
         if any(one != wanted[0] for one in wanted) or (of_types and not wanted[0]):
             what = f"says rope_parameters for {', '.join(sorted(of_types))}, and its layers are "
@@ -325,7 +337,10 @@ def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dic
             at_both = {f"{field} of its rope_scaling": parameters.get(field), f"{field} of its {key}": value}
             parameters[field] = said(name, at_both)
     thetas = {"rope_theta": config.get("rope_theta"), "rope_theta of its rope_parameters": parameters.get("rope_theta")}
-    theta = said(name, thetas)
+    given = said(name, thetas)
+    if (theta := theta if given is None else given) is None:
+        what = "does not say rope_theta or rope_parameters of its layers, which need not be the base's"
+        raise ValueError(f"{name!r} {what}: give a folder whose config.json does.")
     kind = parameters.get("rope_type") or "default"
     for key in ("mrope_section", "mrope_interleaved", "partial_rotary_factor"):  # nothing in a text, or 1
         parameters.pop(key, None)
@@ -333,7 +348,7 @@ def rotary_of(name: str, config: Mapping[str, Any], kinds: Iterable[str]) -> dic
         parameters.setdefault(ORIGINAL, config[ORIGINAL])
     elif kind == "default" and parameters.get("factor") not in (None, 1):
         raise ValueError(f"{name!r} says factor {parameters['factor']} and no rope_type: correct its config.json.")
-    return {**parameters, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
+    return {**parameters, "rope_type": kind, "rope_theta": theta}
 
 
 def llama_fields(layer: PreTrainedConfig, vocab_size: int) -> dict[str, Any]:

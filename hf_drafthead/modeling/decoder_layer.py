@@ -127,7 +127,8 @@ class DecoderLayer(nn.Module):
         heeded = attention == "eager" or (attention == "sdpa" and self._sdpa)
         if heeded:
             self._takes_causal_flag = attention == "sdpa"
-        for config in self._configs():
+        configs = [getattr(module, "config", None) for module in self.modules()]
+        for config in {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values():
             config._attn_implementation_internal = attention if heeded else config._attn_implementation
             config._experts_implementation_internal = base._experts_implementation
 
@@ -151,11 +152,6 @@ class DecoderLayer(nn.Module):
         seen = self._causal(positions) if seen is None else seen
         itself = torch.eye(x.shape[1], dtype=torch.bool, device=x.device).expand_as(seen)
         return self._run(x, positions + step, self._additive(torch.cat([seen, *[itself] * step], dim=2), x), cache)
-
-    def _configs(self) -> list[PreTrainedConfig]:
-        """From which the layer's modules read how to compute attention and experts."""
-        configs = (getattr(module, "config", None) for module in self.modules())
-        return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
     def over_verified(self, cache: SlotCache, x: Tensor, lengths: Tensor) -> Tensor:
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
@@ -233,7 +229,8 @@ class DecoderLayer(nn.Module):
         return mask.masked_fill_(~seen, torch.finfo(x.dtype).min).unsqueeze(1)
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None = None) -> Tensor:
-        return self.norm(self._through(self.layer, x, positions, mask, cache))
+        through = self._through_again if self.gradient_checkpointing else self._through
+        return self.norm(through(self.layer, x, positions, mask, cache))
 
     def _through(self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         """What a layer makes of x."""

@@ -288,20 +288,16 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
             for find in ("get_input_embeddings", "get_output_embeddings"):
                 copy_if_as_wide(getattr(model.drafter.model, find)().weight, getattr(model.base, find)().weight)
         else:
-            model._take_draft(loaded)
+            like = next(model.drafter.parameters())
+            if loaded is model.base or loaded.dtype != like.dtype or loaded.device != like.device:
+                loaded = copy.deepcopy(loaded).to(device=like.device, dtype=like.dtype)
+            model.drafter.model = loaded if model.training else loaded.eval()
             check_token_maps(model.config, fetch)
         try:
             model.drafter.prepare()
         except Unsupported as reason:
             raise ValueError(f"{reason}; give another draft model.") from None
         return model
-
-    def _take_draft(self, loaded: Any) -> None:
-        """Draft with a loaded model, as it is where device and type are right."""
-        like = next(self.drafter.parameters())
-        if loaded is self.base or loaded.dtype != like.dtype or loaded.device != like.device:
-            loaded = copy.deepcopy(loaded).to(device=like.device, dtype=like.dtype)
-        self.drafter.model = loaded.eval() if not self.training else loaded
 
     @classmethod
     def _stored(cls, path: str, config: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -159,13 +159,6 @@ def own_block(text: PreTrainedConfig, kind: MtpKind) -> PreTrainedConfig | None:
     return block if has_layers(block, types, kind.rotary) else None
 
 
-class MtpLayer(DecoderLayer):
-    """The decoder layer of a module, which keeps the keys of a chain of guesses where it is recomputed."""
-
-    def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Any = None) -> Tensor:
-        return self.norm(self._through_again(self.layer, x, positions, mask, cache))
-
-
 class MtpModule(nn.Module):
     """One module: an embedding and a hidden state are normed, joined, and go through a decoder layer.
 
@@ -178,7 +171,7 @@ class MtpModule(nn.Module):
         (window,), types = windows_of(config.own_layer, 1), types_of(config.own_layer)
         how: dict[str, Any] = {"window": window, "layer_types": types, "first": index}
         rotary = MTP_KINDS.get(config.own_layer.model_type, MtpKind()).rotary
-        body = MtpLayer(config.own_layer, ends_with_norm=True, rotary=rotary, **how)
+        body = DecoderLayer(config.own_layer, ends_with_norm=True, rotary=rotary, **how)
         norm = nn.RMSNorm(width, eps=1e-6) if isinstance(body.norm, nn.Identity) else body.norm
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.fc = nn.Linear(2 * width, width, bias=False)
