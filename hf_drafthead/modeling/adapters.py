@@ -19,7 +19,7 @@ from hf_drafthead.modeling.files import edit_json, open_tensors, read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in a file of PEFT's
-PARTS = ("base.", "drafter.")  # what follows it in adapters that were made for base and heads as one
+BASE = "base."  # what follows it in adapters that were put on a model with heads
 
 
 def find_adapter(path: str, hub: Mapping[str, Any], inside: str = "") -> str | None:
@@ -41,9 +41,9 @@ def find_adapter(path: str, hub: Mapping[str, Any], inside: str = "") -> str | N
 
 
 def is_of_a_whole_model(folder: str | Path) -> bool:
-    """Whether an adapter was made for a model with draft heads, base and all."""
+    """Whether an adapter was put on a model with draft heads, by way of which it is on the base."""
     with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as tensors:
-        return any(name.removeprefix(PREFIX).startswith(PARTS) for name in tensors.keys())
+        return any(name.startswith(PREFIX + BASE) for name in tensors.keys())
 
 
 def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping[str, Any] | None = None) -> None:
@@ -55,17 +55,12 @@ def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping
     model._hf_peft_config_loaded = True
 
 
-def load_adapter(
-    model: Any, folder: str | Path, name: str = "default", trainable: bool = False, part: str = ""
-) -> None:
-    """Put a trained adapter, or what it has for a part of a whole model, on a model; or its tensors into the adapter of
-    this name that the model has."""
+def load_adapter(model: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> None:
+    """Put a trained adapter on a base, or its tensors into the adapter of this name that the base has."""
     peft = import_module("peft")  # nowhere else needed
+    prefix = PREFIX + BASE * is_of_a_whole_model(folder)
     with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
-        names = {key.removeprefix(PREFIX): key for key in file.keys()}
-        tensors = {key[len(part) :]: file.get_tensor(names[key]) for key in names if key.startswith(part)}
-    if part and not tensors:
-        return
+        tensors = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys()}
     if name not in getattr(model, "peft_config", ()):
         config = peft.PeftConfig.from_pretrained(str(folder))
         config.inference_mode = not trainable

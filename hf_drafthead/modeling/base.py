@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import initialization as init
 from transformers.utils import logging
 
 from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
@@ -20,9 +19,7 @@ from hf_drafthead.modeling.adapters import (
     altered,
     asked_by_peft,
     find_adapter,
-    is_of_a_whole_model,
     load_adapter,
-    merge_adapters,
     plain,
     save_adapters,
     unwrapped,
@@ -42,21 +39,6 @@ from hf_drafthead.modeling.remote_code import NotCopied
 from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_base
 
 logger = logging.get_logger(__name__)
-
-
-class TrainsNothing(torch.autograd.Function):
-    """A loss of the base alone, of which a trainer is told when it asks for gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, anything: Tensor) -> Tensor:
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise RuntimeError(
-            "the model is in eval mode, in which labels give the base's loss, which trains no heads: call .train() on "
-            "it before the training (Lightning leaves a model in the mode that it was given in)."
-        )
 
 
 SAVING = RLock()  # one save at a time replaces files of a folder
@@ -114,12 +96,11 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 it.
             OSError: the folder cannot be written.
         """
-        if kwargs.pop("push_to_hub", False):
-            raise TypeError("save_pretrained does not publish: call push_to_hub(...).")
-        if kwargs.pop("include_tokenizer", False):
-            raise TypeError("save_pretrained writes no tokenizer: call tokenizer.save_pretrained(folder).")
-        if unknown := sorted(set(kwargs) - SAVES):
-            raise TypeError(f"save_pretrained has no argument {unknown[0]}=: leave it out.")
+        if unknown := sorted(name for name in set(kwargs) - SAVES if kwargs.pop(name)):
+            raise TypeError(
+                f"save_pretrained has no argument {unknown[0]}=: leave it out; push_to_hub(...) publishes, and a "
+                "tokenizer is saved by its own save_pretrained(folder)."
+            )
         folder = Path(save_directory)
         change = self.base_change(state_dict, folder)
         beside = change is not None and base_model is None if include_base is None else include_base
@@ -270,12 +251,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         base = self._adapted_base()
         if adapter_name in adapters_of(base):
             raise ValueError(f"the base has an adapter {adapter_name!r} already: give the new one another name.")
-        of_both = is_of_a_whole_model(folder)
-        load_adapter(base, folder, adapter_name, trainable, "base." * of_both)
-        if of_both:  # what it does to the heads becomes a part of them
-            load_adapter(self.drafter, folder, adapter_name, part="drafter.")
-            merge_adapters(self.drafter)
-            vars(self.drafter).pop("peft_config", None)
+        load_adapter(base, folder, adapter_name, trainable)
 
     def add_adapter(self, adapter_config: Any, adapter_name: str = "default") -> None:
         """Put a new adapter of a PEFT config on the base."""
@@ -359,10 +335,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         }
         # Not every base knows every argument: pass on only what was given.
         named = with_cache(cache_argument(self.base.forward) or CACHE, arguments)
-        output = self.base(**{name: value for name, value in named.items() if value is not None})
-        if labels is not None and not self.training and torch.is_grad_enabled() and not output.loss.requires_grad:
-            output.loss = TrainsNothing.apply(output.loss, torch.zeros((), requires_grad=True))
-        return output
+        return self.base(**{name: value for name, value in named.items() if value is not None})
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -412,27 +385,19 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         super().set_experts_implementation(*args, **kwargs)
         self.drafter.follow_base()
 
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-    ) -> nn.Module:
+    def resize_token_embeddings(self, new_num_tokens: int | None = None, **kwargs: Any) -> nn.Module:
         """Refused unless nothing changes: the heads guess over the vocabulary that they were trained for."""
         embeddings: Any = self.get_input_embeddings()
         size = embeddings.weight.shape[0]
-        if pad_to_multiple_of is None and new_num_tokens in (None, size):
+        if kwargs.get("pad_to_multiple_of") is None and new_num_tokens in (None, size):
             return embeddings
         raise ValueError(
-            f"the draft heads guess over {size} tokens and cannot be resized to {new_num_tokens or size} (multiple of "
-            f"{pad_to_multiple_of or 1}): resize the base, then train heads for it (from_base)."
+            f"the draft heads guess over {size} tokens and cannot be resized: resize the base, then train heads for it "
+            "(from_base)."
         )
 
     def _init_weights(self, module: nn.Module) -> None:
-        # Parameters have their starting values from where they are made; what is left are computed buffers.
-        if any(name.endswith("_inv_freq") for name in module._non_persistent_buffers_set - {"original_inv_freq"}):
-            computed: Any = type(module)(module.config)  # for each type of layers; transformers leaves them to models
-            for name in module._non_persistent_buffers_set:
-                init.copy_(getattr(module, name), getattr(computed, name))
-        elif any(True for _ in module.buffers(recurse=False)):
-            super()._init_weights(module)
+        """Nothing: parameters and buffers have their starting values from where they are made."""
 
 
 def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

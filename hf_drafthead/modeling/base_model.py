@@ -40,7 +40,7 @@ from hf_drafthead.modeling.checkpoint import (
     fetch_file,
     is_missing_folder,
 )
-from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
+from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig, sub_config
 from hf_drafthead.modeling.files import in_one_line, read_json
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, split_gguf
 
@@ -169,12 +169,7 @@ def fetch_config(name: str, revision: str | None, token: str | bool | None, **hu
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token, **hub)
     except (OSError, HTTP_ERROR) as error:
         raise OSError(f"config.json of the base {name!r} cannot be fetched ({in_one_line(error)}).") from error
-    model_type = fields.get("model_type")
-    if model_type in CONFIG_MAPPING:
-        return CONFIG_MAPPING[model_type].from_dict(fields)
-    config = PreTrainedConfig.from_dict(fields)
-    config.model_type = model_type
-    return config
+    return sub_config(f"the config of {name!r}", fields)
 
 
 def last_layer(base: Any) -> tuple[torch.device, torch.dtype]:
@@ -415,13 +410,18 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
         files.sort(key=lambda file: (file == Path(CONFIG_NAME), file))
         for number, file in enumerate(files):
             target, former = folder / file, Path(name, str(number))
-            for linked in (folder / part for part in file.parents if (folder / part).is_symlink()):
-                if linked != folder:  # what it leads to stays as it is
-                    linked.rename(former.with_suffix(".link"))
-                    undo.callback(former.with_suffix(".link").rename, linked)
-            target.parent.mkdir(parents=True, exist_ok=True)
+            for inner in reversed([folder / part for part in file.parents][:-1]):
+                if inner.is_symlink():  # what it leads to stays as it is
+                    inner.rename(former.with_suffix(".link"))
+                    undo.callback(former.with_suffix(".link").rename, inner)
+                if not inner.exists():
+                    inner.mkdir()
+                    undo.callback(inner.rmdir)
             if target.exists():
-                _keep(target, former)
+                try:
+                    os.link(target, former)
+                except OSError:  # a file system without links
+                    shutil.copy2(target, former)
                 undo.callback(os.replace, former, target)
             else:
                 undo.callback(target.unlink, missing_ok=True)
@@ -432,14 +432,6 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
         for adapter in folder.glob(f"*/*/{ADAPTER_CONFIG_NAME}"):  # which the base of before had
             if adapter.relative_to(folder) not in files and any(file.parts[0] == adapter.parts[-3] for file in files):
                 shutil.rmtree(adapter.parent)
-
-
-def _keep(file: Path, former: Path) -> None:
-    """Let a file, whose name another one will take, be found under a second name."""
-    try:
-        os.link(file, former)
-    except OSError:  # a file system without links
-        shutil.copy2(file, former)
 
 
 def _remove_earlier(folder: Path, written: set[str]) -> None:

@@ -27,9 +27,10 @@ MAX_HEADS = 64
 MAX_LAYERS = 32  # of one head
 # Configs of transformers make lists of these lengths as soon as they are created; the fields end in ...
 MAX_COUNTS = {"layer": 1024, "layers": 1024, "labels": 2**16}
-# What a file may not choose: which code computes attention and experts.
+# What a file may not choose: which code computes attention and experts. A quantized base says that itself.
 IMPLEMENTATIONS = {"attn_implementation", "experts_implementation"}
 IMPLEMENTATIONS |= {f"_{name}" for name in IMPLEMENTATIONS} | {f"_{name}_internal" for name in IMPLEMENTATIONS}
+IMPLEMENTATIONS |= {"quantization_config"}
 
 CLASS_FIELDS = {"attribute_map", "sub_configs"}  # of a config's class, never of a file
 # What code that is given any model's config asks of it: the base's text config answers, and holds what is set.
@@ -95,7 +96,7 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         # The parent's __post_init__ resets the attention implementation of sub-configs in place, which would turn a
         # live base non-causal: only ever hand it a copy.
         for name in self.sub_configs:
-            setattr(self, name, _sub_config(name, getattr(self, name)))
+            setattr(self, name, sub_config(name, getattr(self, name)))
         super().__post_init__(**kwargs)
         if is_of_the_package(type(self)):
             self.auto_map = code_references(type(self))  # whatever a file says
@@ -386,20 +387,21 @@ for _name in OF_THE_BASE:
     setattr(DraftHeadConfig, _name, _of_the_base(_name))
 
 
-def _sub_config(name: str, sub_config: dict[str, Any] | PreTrainedConfig | None) -> PreTrainedConfig | None:
-    if sub_config is None or isinstance(sub_config, PreTrainedConfig):
-        return copy.deepcopy(sub_config)
-    if not isinstance(sub_config, dict):
-        raise ValueError(f"{name} is {type(sub_config).__name__}: expected the config of a model, or its dict.")
-    _refuse_costly(name, sub_config)
-    fields = {key: value for key, value in sub_config.items() if key not in IMPLEMENTATIONS}
+def sub_config(name: str, given: Any) -> Any:
+    """The config of a model from a config or its dict, without running code of its own; None from None."""
+    if given is None or isinstance(given, PreTrainedConfig):
+        return copy.deepcopy(given)
+    if not isinstance(given, dict):
+        raise ValueError(f"{name} is {type(given).__name__}: expected the config of a model, or its dict.")
+    _refuse_costly(name, given)
+    fields = {key: value for key, value in given.items() if key not in IMPLEMENTATIONS}
     model_type = fields.pop("model_type", None)
     # A base that lives in remote code: keep what its config says until the base itself brings the real class.
     in_transformers = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     config_class = CONFIG_MAPPING[model_type] if in_transformers else PreTrainedConfig
     _refuse_shadowing(name, config_class, fields)
     try:
-        config = config_class(**fields)
+        config = config_class.from_dict(fields)
     except Exception as error:  # each model's config checks its fields in its own way, if at all
         kind = f"a {shortened.repr(model_type)} model" if in_transformers else "a model"
         raise ValueError(f"{name} is no config of {kind} ({in_one_line(error)}): correct it.") from error

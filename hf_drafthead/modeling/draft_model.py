@@ -316,15 +316,6 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         config.draft_included = True
         return tensors
 
-    def _init_weights(self, module: nn.Module) -> None:
-        # What the draft model computes instead of storing it, it knows itself; its parameters are there already.
-        if module in set(self.drafter.model.modules()) and any(True for _ in module.buffers(recurse=False)):
-            for parameter in module.parameters(recurse=False):
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-            self.drafter.model._init_weights(module)
-        else:
-            super()._init_weights(module)
-
 
 def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
     """A draft model by its Hub id or path, in the type that it was saved in."""

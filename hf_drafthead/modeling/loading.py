@@ -317,20 +317,18 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         tensors: Mapping[str, Tensor] | None,
         hub: Mapping[str, Any],
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
-        """The model without a base, its drafter loaded by transformers; and tensors of a base that lie with the heads,
-        as earlier releases wrote them."""
+        """The model without a base, and tensors of a base that lie with the heads, as earlier releases wrote them."""
         tensors = dict(cls._stored(path, config, hub) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
         inside = {name: tensors.pop(name) for name in of_base}
-        blank = cls._blank(config, path)  # checked before it takes memory
-        tied = blank._tied("drafter").items()  # a checkpoint holds such weights once
+        with _building(path), no_init_weights():  # memory that nothing is written to
+            model = cls(config, build_base=False)
+        tied = model._tied("drafter").items()  # a checkpoint holds such weights once
         there = {target: tensors[source] for target, source in tied if source in tensors} | tensors
-        check_tensors(path, there, blank.state_dict())
-        if not tensors:  # copies alone
-            return blank.eval(), inside
-        for holder in filter(None, (config, config.base_config)):  # of a base that is not here
-            vars(holder).pop("quantization_config", None)
-        return super().from_pretrained(None, config=config, state_dict=tensors, build_base=False), inside
+        check_tensors(path, there, model.state_dict())
+        model.load_state_dict(there, assign=True)
+        model.tie_weights()
+        return model.eval(), inside
 
     @classmethod
     def _stored(cls, path: str, config: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -197,8 +197,6 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
             f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(heads_fields))}) nor a "
             f"training argument: {_meant(unknown[0], heads_fields | argument_names)}"
         )
-    if "output_dir" in options:
-        raise ValueError("output_dir is the folder of the heads: give --output.")
     of_config = {name: value for name, value in options.items() if name in heads_fields}
     arguments = {name: value for name, value in options.items() if name not in heads_fields}
     refuse_wrong_types(arguments)

@@ -25,6 +25,7 @@ from hf_drafthead.data.sources import files_of
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling.adapters import merge_adapters
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import last_layer
 from hf_drafthead.modeling.checkpoint import read_heads_config
@@ -36,7 +37,7 @@ from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progre
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
-from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, merge_lora, naming_a_quantized_base
+from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, naming_a_quantized_base
 from hf_drafthead.trees.calibrate import calibrate
 
 if TYPE_CHECKING:
@@ -348,7 +349,7 @@ class _Run:
         if not trainer.is_world_process_zero():
             return
         if self.joint and settings.lora_rank:
-            merge_lora(model)
+            merge_adapters(model.base)  # exact then refers to the merged base
         with naming_a_quantized_base(model):
             record.save_whole(model, self.tokenizer, output, state_dict=gathered)
         model.name_or_path = str(output)  # a push finds tokenizer and summary there

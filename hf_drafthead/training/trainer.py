@@ -19,7 +19,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import logging
 
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.modeling.adapters import add_adapter, merge_adapters
+from hf_drafthead.modeling.adapters import add_adapter
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.families import find_recipe
 from hf_drafthead.training.arguments import CHECKPOINTING, DraftHeadTrainingArguments
@@ -29,6 +29,8 @@ from hf_drafthead.training.heads_loss import RANKS, HeadsLoss
 from hf_drafthead.training.record import refuse_weights_alone, writing
 
 logger = logging.get_logger(__name__)
+
+LOSSES = ("next_token", "teacher", "feature", "distance", "confidence")  # weights of `HeadsLoss`
 
 
 class DraftHeadTrainer(Trainer):
@@ -251,18 +253,13 @@ def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, d
     if rank < 1:
         raise ValueError(f"the rank of the adapters is {rank}: expected at least 1, or train the base without them.")
     if adapter_layers(model.base):
-        raise ValueError("the base has adapters already: merge them first, with merge_lora(model).")
+        raise ValueError("the base has adapters already: merge them first (merge_and_unload).")
     from peft import LoraConfig
 
     config = LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules="all-linear", task_type="CAUSAL_LM"
     )
     add_adapter(model.base, config)
-
-
-def merge_lora(model: DraftHeadPreTrainedModel) -> None:
-    """Merge the adapters into the base's weights and remove them: *exact* then refers to the merged base."""
-    merge_adapters(model.base)
 
 
 def adapter_layers(base: Any) -> list[Any]:
@@ -315,15 +312,7 @@ def recipe_of(model: DraftHeadPreTrainedModel) -> dict[str, Any]:
 
 def loss_of(model: DraftHeadPreTrainedModel, settings: Mapping[str, Any], **of_base: Any) -> HeadsLoss:
     """The loss that training arguments describe."""
-    return HeadsLoss(
-        settings["next_token_weight"],
-        settings["teacher_weight"],
-        settings["feature_weight"],
-        distance=settings["distance_weight"],
-        confidence=settings["confidence_weight"],
-        anchors=settings["num_anchors"],
-        head_decay=settings["head_decay"],
-        feature_noise=settings["feature_noise"],
-        reader=BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output),
-        **of_base,
-    )
+    weights = {name: settings[f"{name}_weight"] for name in LOSSES}
+    others = {"anchors": settings["num_anchors"], **{name: settings[name] for name in ("head_decay", "feature_noise")}}
+    reader = BaseReader.of_texts(model.base, model.drafter.reads, model.drafter.output)
+    return HeadsLoss(**weights, **others, reader=reader, **of_base)

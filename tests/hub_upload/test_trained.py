@@ -3,7 +3,7 @@
 import json
 
 from hf_drafthead.training.run import train_heads
-from tests.hub_upload.test_push import PATIENCE, TRAINED, command, content
+from tests.hub_upload.test_push import PATIENCE, command, content
 
 
 def test_the_folder_of_a_training_is_pushed_as_it_is(hub, base, clients, models, tmp_path):
@@ -27,27 +27,6 @@ def test_the_folder_of_a_training_is_pushed_as_it_is(hub, base, clients, models,
     sent = set(hub.repos["org/heads"].files()) - {".gitattributes"}
     assert sent == planned and not any("checkpoint" in name or name in ("run.json", "clock.json") for name in sent)
     assert sorted(heads.rglob("*")) == before
-
-
-def test_heads_that_were_just_trained_find_their_facts_where_they_were_saved(hub, base, clients, tmp_path):
-    code = (
-        TRAINED
-        + """
-model.save_pretrained("heads")
-open("heads/training_summary.json", "w").write(json.dumps({"steps": 7}))
-open("heads/evaluation.json", "w").write(json.dumps({"tokens_per_step": 2.5, "identical": True}))
-tokenizer = AutoTokenizer.from_pretrained("org/base")
-tokenizer.chat_template = "{{ messages }}"
-tokenizer.save_pretrained("heads")
-model.name_or_path = "heads"
-model.push_to_hub("org/heads", license="mit")
-"""
-    )
-    answer = clients.run(code, token="hf_owner", seed=0)
-    assert answer.code == 0, answer.err
-    sent = hub.repos["org/heads"].files()
-    assert {"training_summary.json", "evaluation.json", "chat_template.jinja"} <= set(sent)
-    assert b"2.5" in sent["README.md"]
 
 
 def test_facts_that_the_hub_does_not_give_out_are_not_left_out(hub, base, clients, models):

@@ -149,10 +149,7 @@ def test_a_base_without_lm_head():
 def test_resizing_the_vocabulary():
     model = MedusaForCausalLM.from_base(tiny_base(), num_draft_heads=2)
     assert model.resize_token_embeddings() is model.resize_token_embeddings(67) is model.get_input_embeddings()
-    message = (
-        "the draft heads guess over 67 tokens and cannot be resized to 70 (multiple of 1): resize the base, then train "
-        "heads for it (from_base)."
-    )
+    message = "the draft heads guess over 67 tokens and cannot be resized: resize the base, then train heads for it ..."
     with refused(ValueError, message):
         model.resize_token_embeddings(70)
 
@@ -223,10 +220,8 @@ def test_arguments_of_transformers_that_would_be_ignored(heads):
         MedusaForCausalLM.from_pretrained(heads, state_dict=model.state_dict())
     with pytest.raises(TypeError, match="has no argument variant="):
         model.save_pretrained(heads, variant="fp16")
-    with refused(TypeError, "save_pretrained does not publish: call push_to_hub(...)."):
+    with pytest.raises(TypeError, match="has no argument push_to_hub=: leave it out; push_to_hub"):
         model.save_pretrained(heads, push_to_hub=True)
-    with refused(TypeError, "save_pretrained writes no tokenizer: call tokenizer.save_pretrained(folder)."):
-        model.save_pretrained(heads, include_tokenizer=True)
 
 
 def test_a_folder_that_is_a_file(heads):

@@ -206,11 +206,13 @@ def test_adapters_that_are_partly_merged_are_refused(named, tmp_path):
         model.save_pretrained(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.few(9)
+@pytest.mark.parametrize("links, beside", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("name", ["base/model.safetensors", "model.safetensors", "config.json"])
-def test_all_is_put_back_where_a_replacement_could_not_be(named, tmp_path, monkeypatch, name, links):
+def test_all_is_put_back_where_a_replacement_could_not_be(named, tmp_path, monkeypatch, name, links, beside):
     model, replace = MedusaForCausalLM.from_base(named), os.replace
-    edit_one_value(model.base)
+    if beside:  # else there is no folder of a base before, nor behind
+        edit_one_value(model.base)
     saved(model, tmp_path / "saved")
     wanted, heads = logits(model), heads_hash(model.drafter.state_dict().items())
     before = sorted((tmp_path / "saved").rglob("*"))

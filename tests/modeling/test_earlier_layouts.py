@@ -95,20 +95,3 @@ def test_an_adapter_of_the_base(tmp_path, family, place):
     check(loaded, adapted)
     check(saved_again(loaded, tmp_path / "heads"), adapted)
     assert json.loads(config.read_text())["base_adapters"] == {"default": True}
-
-
-@families
-def test_an_adapter_of_base_and_heads_as_one(tmp_path, monkeypatch, family):
-    model = heads(family, tmp_path)
-    with monkeypatch.context() as earlier:
-        earlier.setattr("hf_drafthead.modeling.base.asked_by_peft", lambda: False)
-        get_peft_model(model, LoraConfig(**LORA)).eval().save_pretrained(tmp_path / "heads")
-    loaded = AutoModel.from_pretrained(tmp_path / "heads")
-    check(loaded, model.base)
-    features = torch.randn(1, 4, 32, dtype=torch.float64)
-    again = saved_again(loaded, tmp_path / "heads")
-    assert not (tmp_path / "heads" / "adapter_config.json").exists()
-    check(again, model.base)
-    for one in (loaded, again):
-        for ours, theirs in zip(one.drafter.head_states(features, IDS), model.drafter.head_states(features, IDS)):
-            torch.testing.assert_close(ours, theirs)

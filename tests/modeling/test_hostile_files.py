@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_drafthead.modeling import MedusaConfig, MedusaForCausalLM
-from hf_drafthead.modeling.config import _sub_config
+from hf_drafthead.modeling.config import sub_config
 from tests.modeling import hostile
 
 # peft asks for it
@@ -192,7 +192,7 @@ def test_every_base_of_transformers_is_within_the_limits(model_type):
         CONFIG_MAPPING[model_type].from_dict(dict(fields))
     except Exception:  # some configs have no defaults; that of DBRX in transformers 5.17 does not read its own fields
         pytest.skip("needs arguments")
-    assert _sub_config("base_config", fields).model_type == CONFIG_MAPPING[model_type].model_type
+    assert sub_config("base_config", fields).model_type == CONFIG_MAPPING[model_type].model_type
 
 
 # ---- fuzzing --------------------------------------------------------------------------------------------------------

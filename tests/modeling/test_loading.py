@@ -10,17 +10,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    Gemma3TextConfig,
     GenerationConfig,
-    PreTrainedTokenizerFast,
-    pipeline,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -105,13 +101,6 @@ def test_only_the_heads_are_stored_unless_the_base_is_asked_for(family, saved):
     assert stored_names(folder / "whole") == stored_names(folder / "heads")
     assert stored_names(folder / "whole" / "base") == set(model.base.state_dict())
     assert not model.config.base_included
-
-
-@two_families
-def test_a_full_state_dict_from_a_trainer_is_filtered(family, saved):
-    folder, model = saved
-    model.save_pretrained(folder / "again", state_dict=model.state_dict())
-    assert stored_names(folder / "again") == stored_names(folder / "heads")
 
 
 def test_no_two_tensors_of_the_heads_share_memory(family, base):
@@ -237,17 +226,6 @@ def test_what_the_heads_compute_and_do_not_store_is_as_exact_in_any_type(family,
     assert bool(computed) == family.name.startswith(with_layers)
     for name, buffer in computed.items():
         assert torch.equal(loaded.drafter.get_buffer(name), buffer), name
-
-
-def test_rotary_frequencies_of_several_types_of_layers_are_computed_again(tmp_path, base):
-    layer = Gemma3TextConfig(**SIZES | {"num_key_value_heads": 2, "head_dim": 8})
-    model = EagleForCausalLM.from_base(base, layer_config=layer)
-    base.save_pretrained(tmp_path / "base")
-    model.config.base_model_name_or_path = str(tmp_path / "base")
-    model.save_pretrained(tmp_path / "heads")
-    before = {name: value for name, value in model.drafter.named_buffers() if name.endswith("_inv_freq")}
-    after = dict(AutoModel.from_pretrained(tmp_path / "heads").drafter.named_buffers())
-    assert before and all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 HEARS = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_mel_bins": 8}
@@ -466,22 +444,6 @@ def test_from_base_by_path_passes_on_what_is_for_the_base(tmp_path):
     assert model.config.num_draft_heads == 2 and model.config.base_model_name_or_path == str(tmp_path)
     assert {tensor.dtype for tensor in model.parameters()} == {torch.bfloat16}
     assert model.base.config._attn_implementation == "eager"
-
-
-@two_families
-def test_pipeline(family, saved):
-    folder, model = saved
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0").save_pretrained(folder / "heads")
-    (folder / "base").rename(folder / "moved")
-    generator = pipeline(
-        "text-generation", model=str(folder / "heads"), model_kwargs={"base_model": str(folder / "moved")}
-    )
-    assert type(generator.model) is family.model_class
-    out = generator("w5 w9 w33", max_new_tokens=6, do_sample=False, return_tensors=True)
-    expected = model.base.generate(torch.tensor([[5, 9, 33]]), max_new_tokens=6)
-    assert out[0]["generated_token_ids"] == expected[0].tolist()
 
 
 # ---- bases on the Hub, played by a filled cache --------------------------------------------------------------------

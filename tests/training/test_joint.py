@@ -8,8 +8,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_drafthead.modeling.adapters import merge_adapters
 from hf_drafthead.training.heads_loss import labelled
-from hf_drafthead.training.trainer import adapter_layers, add_lora, merge_lora
+from hf_drafthead.training.trainer import adapter_layers, add_lora
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.training.plain_loss import next_token_loss
@@ -72,7 +73,7 @@ def test_merged_adapters_are_the_base_from_then_on(tmp_path):
     model.eval()
     with torch.no_grad():
         adapted = model.base(ROWS).logits
-    merge_lora(model)
+    merge_adapters(model.base)
     assert not adapter_layers(model.base)
     with torch.no_grad():
         torch.testing.assert_close(model.base(ROWS).logits, adapted, atol=1e-5, rtol=1e-4)

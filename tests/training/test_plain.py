@@ -69,16 +69,6 @@ def test_labels_in_training_mode_give_the_loss_of_the_family_s_recipe(family, tm
     torch.testing.assert_close(model(IDS, labels=IDS).loss, base.loss)
 
 
-def test_a_loss_that_trains_nothing_says_train_when_gradients_are_asked_of_it(model):
-    """As in a Lightning module, whose trainer leaves a model in eval mode."""
-    model.base.requires_grad_(False)
-    loss = model.eval()(IDS, labels=IDS).loss
-    with pytest.raises(RuntimeError, match=r"call \.train\(\) on it before the training"):
-        loss.backward()
-    model.base.requires_grad_(True)
-    model(IDS, labels=IDS).loss.backward()  # of a base that is trained
-
-
 def test_a_plain_trainer_trains_the_heads_and_saves_them(model, tokenizer, tmp_path):
     before = snapshot(model)
     rows = Dataset.from_list(TEXTS).map(lambda row: tokenizer(row["text"]), remove_columns=["text"])

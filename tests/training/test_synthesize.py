@@ -100,21 +100,14 @@ def test_a_question_is_what_follows_the_beginning_of_a_users_turn(base, tokenize
 
 
 @pytest.mark.slow
-def test_heads_and_batches_change_nothing(base, tokenizer, tmp_path):
+def test_heads_batches_and_a_cache_of_fixed_size_change_nothing(base, tokenizer, tmp_path, monkeypatch):
     heads = MedusaForCausalLM.from_base(writing_base(tokenizer), num_draft_heads=3).eval()
-    texts = []
     for name, model, size in (("one", base, 3), ("two", base, 8), ("heads", heads, 3)):
         report = distill(model, tokenizer, 9, tmp_path / name, **SETTINGS | {"batch_size": size})
-        texts.append((tmp_path / name).read_text())
-    assert texts[0] == texts[1] == texts[2] and report.tokens_per_step >= 1
-
-
-@pytest.mark.slow
-def test_a_cache_of_fixed_size_changes_nothing(base, tokenizer, tmp_path, monkeypatch):
-    distill(base, tokenizer, 9, tmp_path / "grows", **SETTINGS)
     monkeypatch.setattr(answers, "writes_in_place", lambda model: True)
     distill(base, tokenizer, 9, tmp_path / "fixed", **SETTINGS)
-    assert (tmp_path / "fixed").read_text() == (tmp_path / "grows").read_text() and "_cache" not in vars(base)
+    assert len({file.read_text() for file in tmp_path.iterdir() if file.suffix != ".json"}) == 1
+    assert report.tokens_per_step >= 1 and "_cache" not in vars(base)
 
 
 def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, tokenizer, tmp_path):

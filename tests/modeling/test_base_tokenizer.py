@@ -1,13 +1,11 @@
-"""What was saved last into a folder is what loads; and which tokenizer of a base is taken."""
+"""Which tokenizer of a base is taken."""
 
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.training.templates import need_offsets
 from tests.bases import VOCABULARY, tiny_base
@@ -41,24 +39,3 @@ def test_a_fast_tokenizer_comes_before_that_of_mistral_common(base, monkeypatch,
     else:
         with pytest.raises(ValueError, match="no character offsets, .* save_format='hf'. writes the tokenizer.json"):
             need_offsets(found)
-
-
-FORMS = {"whole": {}, "shards": {"max_shard_size": "2KB"}, "smaller shards": {"max_shard_size": "1KB"}}
-FORMS |= {"with its base": {"include_base": True}}
-FORMS["with its base, in shards"] = {**FORMS["shards"], **FORMS["with its base"]}
-
-
-@pytest.mark.few(12)
-@pytest.mark.parametrize("last", FORMS)
-@pytest.mark.parametrize("first", FORMS)
-def test_what_was_saved_last_into_a_folder_is_what_loads(base, tmp_path, first, last):
-    model = MedusaForCausalLM.from_base(base)
-    for value, form in ((1.0, first), (2.0, last)):
-        with torch.no_grad():
-            next(model.drafter.parameters()).fill_(value)
-        model.save_pretrained(tmp_path / "heads", **FORMS[form])
-    model.save_pretrained(tmp_path / "fresh", **FORMS[last])
-    again = AutoModel.from_pretrained(tmp_path / "heads")
-    assert (next(again.drafter.parameters()) == 2.0).all()
-    names = [{file.name for file in (tmp_path / name).iterdir()} for name in ("heads", "fresh")]
-    assert names[0] - {"base"} == names[1] - {"base"}  # a base is not removed: it may be the only copy
