@@ -30,7 +30,7 @@ from hf_drafthead.modeling.base_model import (
     quantizer_of,
     replacing,
 )
-from hf_drafthead.modeling.checkpoint import WEIGHTS, is_missing_folder
+from hf_drafthead.modeling.checkpoint import WEIGHTS
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
 from hf_drafthead.modeling.files import in_one_line
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
@@ -102,7 +102,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 "tokenizer is saved by its own save_pretrained(folder)."
             )
         folder = Path(save_directory)
-        change = self.base_change(state_dict, folder)
+        change = change_of_base(unwrapped(self.base), self.config, self._as_loaded, _of_base(state_dict), folder)
         beside = change is not None and base_model is None if include_base is None else include_base
         if change is not None and not beside and base_model is None:
             raise ValueError(
@@ -136,32 +136,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             being_trained = any(parameter.requires_grad for parameter in self.base.parameters())
             _hub_upload().check_training(self.config, uploads, being_trained or self.config.base_included)
         return super().train(mode)
-
-    def base_change(self, state_dict: Mapping[str, Tensor] | None = None, folder: Path | None = None) -> str | None:
-        """Why the base is not the one that its name in the config names, found out by looking at it; None if it is.
-
-        Adapters do not count: they are saved whenever there are some.
-
-        Args:
-            state_dict: whose values are the base's, instead of its own.
-            folder: where the model is saved, so that files of a base will not be there any more.
-        """
-        base, config = unwrapped(self.base), self.config
-        name, adapters = config.base_model_name_or_path, adapters_of(base)
-        if config.base_included:
-            return "it came with the heads"
-        if not name:
-            return "it has no name"
-        if is_missing_folder(name) or self._as_loaded is None:
-            return f"there is no {name!r}"
-        if folder is not None and os.path.realpath(name) in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
-            return "its files are where the model is saved"
-        for parameter, tensor in base.named_parameters():
-            if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
-                return f"{parameter} is being trained"
-        if (quantizer := quantizer_of(base)) is not None and not quantizer.pre_quantized:
-            return "it was quantized when it was loaded"
-        return change_of_base(base, config, self._as_loaded, _of_base(state_dict))
 
     def _stored_config(self, folder: Path, beside: bool, base_model: str | os.PathLike | None) -> DraftHeadConfig:
         """The config of a checkpoint in a folder, with the base beside the heads or named, by a new name if given."""

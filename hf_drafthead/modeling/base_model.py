@@ -28,6 +28,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file, ex
 
 from hf_drafthead.modeling.adapters import (
     ADAPTER_WEIGHTS,
+    adapters_of,
     find_adapter,
     is_of_a_whole_model,
     load_adapter,
@@ -40,7 +41,7 @@ from hf_drafthead.modeling.checkpoint import (
     fetch_file,
     is_missing_folder,
 )
-from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig, sub_config
+from hf_drafthead.modeling.config import BASE_FOLDER, MODEL_TYPE_PREFIX, DraftHeadConfig, sub_config
 from hf_drafthead.modeling.files import in_one_line, read_json
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, split_gguf
 
@@ -330,14 +331,32 @@ def _same(before: Tensor, now: Tensor) -> bool:
 
 
 def change_of_base(
-    base: Any, config: DraftHeadConfig, as_loaded: Mapping[str, tuple[Any, ...]], given: Mapping[str, Tensor]
+    base: Any,
+    config: DraftHeadConfig,
+    as_loaded: Mapping[str, tuple[Any, ...]] | None,
+    given: Mapping[str, Tensor],
+    folder: Path,
 ) -> str | None:
-    """What of a base is otherwise than in the place that a config names; None if nothing is.
+    """Why a base is not the one that a config names; None if it is. Adapters do not count: they are always saved.
 
     All values of tensors that have the same name in files there are compared; of others, what was noted when it was
-    loaded. Tensors that are `given` stand in the place of its own.
+    loaded. Tensors that are `given` stand in the place of its own; heads are about to be saved in a folder.
     """
-    name, own = str(config.base_model_name_or_path), tensors_of(base)
+    name, adapters = config.base_model_name_or_path, adapters_of(base)
+    if config.base_included:
+        return "it came with the heads"
+    if not name:
+        return "it has no name"
+    if is_missing_folder(name) or as_loaded is None:
+        return f"there is no {name!r}"
+    if os.path.realpath(name) in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
+        return "its files are where the model is saved"
+    for parameter, tensor in base.named_parameters():
+        if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
+            return f"{parameter} is being trained"
+    if (quantizer := quantizer_of(base)) is not None and not quantizer.pre_quantized:
+        return "it was quantized when it was loaded"
+    own = tensors_of(base)
     if others := sorted(set(own) ^ set(as_loaded)):
         return f"{others[0]} came or went"
     if os.path.isdir(name) and not any(file.suffix in WEIGHT_SUFFIXES for file in Path(name).iterdir()):

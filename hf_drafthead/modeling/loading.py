@@ -67,13 +67,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         # The base comes first: device and dtype of the model are those of its first parameter.
         self.register_module("base", None)
         if build_base:
-            if (kind := auto_class(config.base_config)) is None:
-                raise ValueError(
-                    f"base_config is of a {shortened.repr(config.base_config.model_type)} model, which is no causal "
-                    "language model of transformers: a base with code of its own is loaded apart, with base_model=."
-                )
-            base_config = copy.deepcopy(config.base_config)
-            self.base = kind.from_config(base_config, trust_remote_code=False)
+            self.base = _fresh_base(config.base_config)
             config.last_hidden_size = width_of(self.base)
         self.drafter = self.drafter_class(config)
         self.post_init()
@@ -389,17 +383,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         path, state = self.config.name_or_path, {name[5:]: tensor for name, tensor in tensors.items()}
         with _building(path):
             with torch.device("meta"), no_init_weights():
-                kind: Any = type(
-                    auto_class(self.config.base_config).from_config(
-                        copy.deepcopy(self.config.base_config), trust_remote_code=False
-                    )
-                )
+                kind = type(_fresh_base(self.config.base_config))
+            config = copy.deepcopy(self.config.base_config)
             base, info = kind.from_pretrained(
-                None,
-                config=copy.deepcopy(self.config.base_config),
-                state_dict=state,
-                **arguments,
-                output_loading_info=True,
+                None, config=config, state_dict=state, **arguments, output_loading_info=True
             )
         if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])):
             raise ValueError(f"{path!r} does not fit its config: its base and {wrong[0]!r}: correct config.json.")
@@ -428,6 +415,16 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if wanted:
             activate(self.base, [name for name, on in wanted.items() if on])
         config.base_adapters = config.adapter_name_or_path = config.adapter_revision = None
+
+
+def _fresh_base(config: PreTrainedConfig) -> Any:
+    """A base of this config, without weights that mean anything."""
+    if (kind := auto_class(config)) is None:
+        raise ValueError(
+            f"base_config is of a {shortened.repr(config.model_type)} model, which is no causal language model of "
+            "transformers: a base with code of its own is loaded apart, with base_model=."
+        )
+    return kind.from_config(copy.deepcopy(config), trust_remote_code=False)
 
 
 def _quantization(fields: Any) -> Any:

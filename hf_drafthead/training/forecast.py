@@ -1,6 +1,6 @@
-"""The cost of a training, before it begins: parameters, memory, rows, tokens, steps and time.
+"""The cost of a training, before it begins: parameters, rows, steps and time.
 
-Time and memory come from trying one step on held-out rows, whose gradients are discarded.
+Time comes from trying one step on held-out rows, whose gradients are discarded.
 """
 
 import math
@@ -18,24 +18,19 @@ from hf_drafthead.training.trainer import DraftHeadTrainer
 
 TIMED_TOKENS = 3000  # of the base, that take as long as what a calibration times of base and trees
 LOOKED_AT = 256  # rows, at most, whose mean length is taken for that of all
-MOMENTS = 8  # bytes per trained parameter that Adam keeps in float32
 
 
 @dataclass(frozen=True)
 class Forecast:
     """What to expect of a training; None where it cannot be known.
 
-    parameters: of the heads; trained: all that are trained, the base's included if it is; weights: bytes of the weights
-    of base and heads; memory: bytes while training, as measured of a GPU, else at least weights, gradients and the
-    optimizer; rows: of an epoch; steps: optimizer steps; batch: rows of a step, in all processes together; evaluations:
-    on the held-out rows, at most; epoch: seconds of the steps of an epoch; seconds: of steps, evaluations and
-    calibration.
+    parameters: of the heads; trained: all that are trained, the base's included if it is; rows: of an epoch; steps:
+    optimizer steps; batch: rows of a step, in all processes together; evaluations: on the held-out rows, at most;
+    epoch: seconds of the steps of an epoch; seconds: of steps, evaluations and calibration.
     """
 
     parameters: int
     trained: int
-    weights: int
-    memory: int
     rows: int
     steps: int
     batch: int
@@ -47,8 +42,7 @@ class Forecast:
         also = "" if self.trained == self.parameters else f", {self.trained:,} trained with those of the base"
         lasts = "time cannot be estimated" if self.seconds is None else f"about {duration(self.seconds)}"
         return (
-            f"heads: {self.parameters:,} parameters{also}; memory: {size(self.weights)} of weights, "
-            f"{size(self.memory)} or more while training\n"
+            f"heads: {self.parameters:,} parameters{also}\n"
             f"data: {self.rows:,} rows; {self.steps:,} steps of {self.batch} rows, "
             f"{self.evaluations} evaluations at most: {lasts}"
         )
@@ -61,11 +55,10 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
     batch, rows = args.per_device_train_batch_size, len(data.rows)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     in_epoch = math.ceil(math.ceil(rows / (batch * args.world_size)) / args.gradient_accumulation_steps)
-    times, peak = None, None
+    times = None
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
-        times, peak = _tried(trainer, data.held_out, batch * _row_length(data.rows))
+        times = _tried(trainer, data.held_out, batch * _row_length(data.rows))
         if args.hours and args.max_steps <= 0:
             fitting = 0.9 * 3600 * hours_left(trainer) / (in_epoch * times.step)
             args.num_train_epochs = min(args.num_train_epochs, fitting)
@@ -82,8 +75,6 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
     return Forecast(
         parameters=sum(parameter.numel() for parameter in model.drafter.parameters()),
         trained=trained,
-        weights=weights,
-        memory=(weights + 4 * trained if peak is None else peak) + MOMENTS * trained,
         rows=rows,
         steps=steps,
         batch=batch * args.gradient_accumulation_steps * args.world_size,
@@ -112,15 +103,12 @@ class Times(NamedTuple):
     once: float
 
 
-def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> tuple[Times, int | None]:
-    """Tries a step and an evaluation, which change nothing; also the most bytes in use, without the optimizer's.
-
-    A batch of the training has `length` tokens on average.
-    """
+def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> Times:
+    """Tries a step and an evaluation, which change nothing; a batch of the training has `length` tokens on average."""
     args, expected, device = trainer.args, trainer.expected_tokens_per_step, trainer.args.device
     model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    training, batch, on_gpu = model.training, args.per_device_train_batch_size, device.type == "cuda"
-    once, peak, some = 0.0, None, [rows[number % len(rows)] for number in range(batch)]
+    training, batch = model.training, args.per_device_train_batch_size
+    once, some = 0.0, [rows[number % len(rows)] for number in range(batch)]
     tried_length = sum(len(row["input_ids"]) for row in some)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
@@ -140,9 +128,7 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> tup
         optimizer.step()
         return trained[0].flatten()[0]
 
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
-    with torch.random.fork_rng(devices=[device] if on_gpu else []), trainer.own_counts():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), trainer.own_counts():
         passings = []
         for _ in range(3):  # the first includes one-time work, and makes the moments
             start = time.perf_counter()
@@ -152,7 +138,6 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> tup
             inputs = trainer.heads_loss.with_anchors(model, inputs)
             totals = trainer.heads_loss.totals(model, inputs).clamp(min=1)
             passings.append(_seconds(learn))
-            peak = peak or (torch.cuda.max_memory_allocated(device) if on_gpu else None)
             model.zero_grad(set_to_none=False)  # so that no update moves a weight
             updating, evaluating = _seconds(update), _seconds(lambda: loss(False))
         model.zero_grad(set_to_none=True)
@@ -163,7 +148,7 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> tup
             evaluation += guessing
             once = answering + (answering + guessing + TIMED_TOKENS * token if args.calibrate_tree else 0.0)
     model.train(training)
-    return Times(args.gradient_accumulation_steps * passing + updating, evaluation, once), peak
+    return Times(args.gradient_accumulation_steps * passing + updating, evaluation, once)
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
@@ -171,12 +156,3 @@ def _seconds(run: Callable[[], Tensor]) -> float:
     start = time.perf_counter()
     run().item()
     return time.perf_counter() - start
-
-
-def size(count: float) -> str:
-    """Bytes in the usual units.
-
-    >>> size(3 * 2**20), size(5 * 2**30)
-    ('3.0 MiB', '5.0 GiB')
-    """
-    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"

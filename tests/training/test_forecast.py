@@ -49,15 +49,12 @@ def test_what_was_foretold_is_what_happens(place, tmp_path, batches):
     assert expected["batch"] == done.summary["batch_size"]
     assert expected["rows"] == ROWS - 3
     assert expected["parameters"] == expected["trained"] == sum(one.numel() for one in done.model.drafter.parameters())
-    base = sum(one.numel() for one in done.model.base.parameters())
-    assert expected["weights"] == 4 * (base + expected["parameters"])
-    assert expected["memory"] == expected["weights"] + 12 * expected["parameters"]  # gradients and the optimizer
     evaluations = sum("eval_loss" in one for one in done.history)
     asked = {"eval_steps", "eval_strategy"} & set(batches)  # else at most a tenth of the time
     assert evaluations == expected["evaluations"] if asked else 0 < evaluations <= expected["evaluations"]
     assert 0 < expected["seconds"]
     assert "rows read" in told[0]
-    assert f"heads: {expected['parameters']:,} parameters; memory: " in told[1]
+    assert f"heads: {expected['parameters']:,} parameters\n" in told[1]
     assert f"data: 21 rows; {expected['steps']:,} steps of " in told[1]
 
 
@@ -69,7 +66,7 @@ def test_rows_that_were_not_counted_are_as_long_as_some_of_them():
 
 def test_evaluations_take_at_most_a_tenth_of_the_steps_unless_it_is_said_how_often(place, tmp_path, monkeypatch):
     took = Times(step=1.0, evaluation=0.5, once=7.0)
-    monkeypatch.setattr("hf_drafthead.training.forecast._tried", lambda *given: (took, None))
+    monkeypatch.setattr("hf_drafthead.training.forecast._tried", lambda *given: took)
     for given, evaluations in (({}, 3), ({"eval_steps": 2}, 6)):
         dry = train(place, tmp_path / "out", dry_run=True, **given)
         assert (dry.summary["forecast"]["steps"], dry.summary["forecast"]["evaluations"]) == (11, evaluations)
@@ -118,7 +115,7 @@ def test_a_base_that_learns_along_is_counted(place, tmp_path):
     dry = train(place, tmp_path / "out", joint=True, lora_rank=0, dry_run=True, tell=told.append)
     expected = dry.summary["forecast"]
     assert expected["trained"] > expected["parameters"]
-    assert f", {expected['trained']:,} trained with those of the base; memory" in told[1]
+    assert f", {expected['trained']:,} trained with those of the base\n" in told[1]
 
 
 def words(place, output, *more):
@@ -126,14 +123,6 @@ def words(place, output, *more):
     settings = [word for pair in pairs for word in ("--set", pair)]
     base = ["--base", str(place / "base"), "--family", "medusa", "--data", str(place / "texts.jsonl")]
     return ["train", *base, "--output", str(output), "--held-out-rows", "3", "--answer-tokens", "8", *settings, *more]
-
-
-def test_a_dry_run_on_the_command_line(place, tmp_path, command):
-    code, out, _ = command(*words(place, tmp_path / "out", "--dry-run", "--json", tmp_path / "dry.json"))
-    assert code == 0
-    assert "steps of 2 rows" in out and "the heads are in" not in out
-    assert json.loads((tmp_path / "dry.json").read_text())["forecast"]["steps"] == 11
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_training_shows_what_to_expect_and_no_dictionaries(place, tmp_path, command):

@@ -41,7 +41,7 @@ def test_the_quick_recipe_keeps_the_objective_of_the_family(tmp_path):
 
 
 def foretold(**given):
-    known = {"parameters": 5, "trained": 5, "weights": 1, "memory": 1, "rows": 9, "evaluations": 1}
+    known = {"parameters": 5, "trained": 5, "rows": 9, "evaluations": 1}
     return Forecast(**{**known, "steps": 5000, "batch": 4, **given})
 
 

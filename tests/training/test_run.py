@@ -398,13 +398,6 @@ def test_a_killed_training_can_be_resumed(place, tmp_path, steps_taken):
     assert steps_taken == [last + 1, last + 2] and resumed.summary["steps"] == last + 2
 
 
-def test_recipes_are_the_papers_and_can_be_changed(tmp_path):
-    arguments = DraftHeadTrainingArguments.for_family("hydra++", str(tmp_path), learning_rate=1e-2)
-    assert (arguments.teacher_weight, arguments.next_token_weight, arguments.learning_rate) == (1.0, 0.0, 1e-2)
-    with pytest.raises(ValueError, match="the family 'hidra' is not known: expected one of amphista, amphista-alpha"):
-        DraftHeadTrainingArguments.for_family("hidra", str(tmp_path))
-
-
 @pytest.mark.parametrize(("rows", "held_out"), [(2, 1), (19, 1), (20, 2), (639, 63), (640, 64), (900, 64)])
 def test_a_tenth_of_the_rows_is_held_out(place, tmp_path, rows, held_out):
     model = MedusaForCausalLM.from_base(str(place / "base"), num_draft_heads=1)
@@ -500,12 +493,6 @@ def test_short_rows_are_no_harm(place, tmp_path):
     settings = {**QUICK, "per_device_train_batch_size": 1, "max_steps": 26}
     trained = train_heads(str(place / "base"), "medusa", str(tmp_path / "texts.jsonl"), tmp_path / "heads", **settings)
     assert trained.summary["steps"] == 26 and trained.summary["held_out"]["loss"] > 0
-
-
-def test_a_peak_that_is_never_reached_is_told(place, tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(logging.get_logger("hf_drafthead"), "propagate", True)
-    train(place, tmp_path / "heads", "eagle")
-    assert "the learning rate rises for 2000 steps, but the training has 4: it will not reach 3e-05" in caplog.text
 
 
 def test_figures_are_of_the_heads_that_are_saved(place, tmp_path):
