@@ -273,6 +273,18 @@ def test_these_rooms_do_not_grow(room, most):
     assert sum(len(path.read_text().splitlines()) for path in (PACKAGE / room).rglob("*.py")) <= most
 
 
+OF_CHECKPOINTS = ("loading", "checkpoint", "base_model", "base", "files", "adapters", "gguf_files")
+
+
+def test_what_loads_saves_trains_and_publishes_checkpoints_does_not_grow():
+    for files, most in (
+        ([PACKAGE / "modeling" / f"{name}.py" for name in OF_CHECKPOINTS], 1855),
+        ((PACKAGE / "training").glob("*.py"), 3676),
+        ((PACKAGE / "hub_upload").glob("*.py"), 725),
+    ):
+        assert sum(len(path.read_text().splitlines()) for path in files) <= most
+
+
 @pytest.mark.parametrize("name", ["mtp", "dflash", "gemma4_assistant"])
 def test_a_family_is_a_short_file(name):
     assert len((PACKAGE / "modeling" / f"{name}.py").read_text().splitlines()) <= 393
