@@ -77,6 +77,7 @@ def test_heads_trained_on_ten_chats_are_published_and_load_without_an_import(hub
     sent = hub.repos["org/heads"].files()
     assert {"model.safetensors", "modeling_drafthead.py", "chat_template.jinja", "evaluation_verify.json"} <= set(sent)
     assert b"base_model: org/base" in sent["README.md"]
+    assert (trained / "clock.json").is_file() and not {"clock.json", "run.json"} & set(sent)  # of the training
 
     ended = subprocess.run(
         [sys.executable, "-c", ELSEWHERE],

@@ -296,3 +296,20 @@ def test_a_note_reaches_who_pushes_a_model(hub, base, clients):
     answer = push(clients)
     assert answer.code == 0, answer.err
     assert "there is no tokenizer: neither the heads nor their base bring one" in answer.err
+
+
+def test_facts_that_the_hub_does_not_give_out_are_not_left_out(hub, base, clients, models):
+    config = json.loads((models / "medusa" / "config.json").read_text()) | {"base_model_name_or_path": "org/base"}
+    files = content(models / "medusa") | {"config.json": json.dumps(config).encode()}
+    hub.add("org/heads", files | {"training_summary.json": b'{"steps": 7}'})
+    hub.fail("HEAD", "/org/heads/resolve/.*training_summary", times=99, status=503)
+    code = """
+model = AutoModel.from_pretrained("org/heads")
+model.push_to_hub("org/copy", license="mit")
+"""
+    answer = clients.run(PATIENCE + code, token="hf_owner", home="facts")
+    assert "OSError: what belongs to the heads 'org/heads' cannot be fetched (" in answer.err.splitlines()[-1]
+    assert "org/copy" not in hub.repos
+    hub.faults.clear()
+    assert clients.run(code, token="hf_owner", home="facts").code == 0
+    assert "training_summary.json" in hub.repos["org/copy"].files()
