@@ -264,7 +264,14 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
     assert sum(len(source.splitlines()) for source in sources) <= most
 
 
-ROOMS = [("trees", 1655), ("exactness", 930), ("batching", 1295)]
+ROOMS = [
+    ("trees", 1621),
+    ("evaluation", 1711),
+    ("cli", 1361),
+    ("learning", 403),
+    ("exactness", 930),
+    ("batching", 1295),
+]
 ROOMS += [("serving", 937), ("cards", 530), ("data", 607), ("page", 202)]
 
 

@@ -259,15 +259,3 @@ def test_info_tries_on_the_base_whether_the_heads_draft(folder, run, tmp_path):
     _, out, _ = run("info", folder / "medusa", *words, "--json", file)
     half = json.loads(file.read_text())["probe"]
     assert (half["dtype"], half["memory"]) == ("bfloat16", found["memory"] // 2)
-
-
-def test_info_says_that_a_base_never_drafts(folder, run, monkeypatch):
-    right = AutoModelForCausalLM.from_pretrained(folder / "medusa").__class__.generate
-
-    def undrafted(self, *arguments, **settings):
-        return self.base.generate(*arguments, **settings)
-
-    assert right is not undrafted
-    monkeypatch.setattr("hf_drafthead.generation.mixin.DraftHeadGenerationMixin.generate", undrafted)
-    _, out, _ = run("info", folder / "medusa", "--probe")
-    assert "drafts         no, the base decodes by itself: see the warning" in out

@@ -1,6 +1,5 @@
 """`hf-drafthead train` answers bad input with one line and exit code 2, before it trains anything."""
 
-import importlib.util
 import json
 from collections import Counter
 from pathlib import Path
@@ -47,13 +46,6 @@ def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, command):
     said = err.strip().splitlines()[-1]
     assert code == 2 and said.startswith("hf-drafthead: ") and line in said
     assert not (tmp_path / "out").exists()
-
-
-def test_a_base_in_four_bits_needs_bitsandbytes(monkeypatch, command):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
-    words = ("--base", zoo.path("base"), "--family", "medusa", "--data", "one.jsonl", "--output", "out")
-    code, _, err = command("train", *words, "--load-in-4bit")
-    assert code == 2 and "needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out." in err
 
 
 def test_the_outcome_says_at_which_temperature_the_tokens_per_step_are_expected():

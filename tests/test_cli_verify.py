@@ -66,26 +66,6 @@ def test_a_difference_ends_with_1_and_the_shortest_prompt_that_shows_it(run, tmp
     assert [check["different"] for check in verdict["checks"]] == [2, 2, 2]
 
 
-def test_an_interruption_keeps_what_was_compared(run, tmp_path, monkeypatch):
-    right, calls = DraftHeadGenerationMixin.generate, []
-
-    def interrupted(self, *arguments, **kwargs):
-        calls.append(0)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return right(self, *arguments, **kwargs)
-
-    monkeypatch.setattr(DraftHeadGenerationMixin, "generate", interrupted)
-    file = tmp_path / "verdict.json"
-    code, out, err = run("--json", file)
-    verdict = json.loads(file.read_text())
-    assert code == 130 and "all 2 texts are the same." in out
-    assert err.startswith("hf-drafthead: interrupted: this is what was compared until then, and is kept in '")
-    assert verdict["complete"] is False and [check["name"] for check in verdict["checks"]] == ["greedy"]
-    calls[:] = [0, 0]
-    assert run()[0] == 130
-
-
 @pytest.mark.parametrize("kind", ["generate", "verify"])
 @pytest.mark.parametrize("moment", ["load", "generate"])
 @pytest.mark.parametrize(

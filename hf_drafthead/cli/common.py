@@ -26,13 +26,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# settings of `generate` by the type that their values have
-FLOATS = {"temperature", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"}
-FLOATS |= {"encoder_repetition_penalty", "length_penalty", "max_time", "posterior_threshold", "posterior_alpha"}
-INTEGERS = {"max_new_tokens", "min_new_tokens", "max_length", "min_length", "top_k", "no_repeat_ngram_size"}
-INTEGERS |= {"encoder_no_repeat_ngram_size", "num_beams", "num_return_sequences", "pad_token_id"}
-INTEGERS |= {"prompt_lookup_num_tokens"}
-BOOLEANS = {"do_sample", "use_cache", "renormalize_logits", "remove_invalid_values"}
+# values of the types that settings of `generate` have, where their default is of none or of another
+UNSET: dict[str, Any] = {"max_new_tokens": 0, "min_new_tokens": 0, "pad_token_id": 0, "prompt_lookup_num_tokens": 0}
+UNSET |= {"min_p": 0.0, "top_h": 0.0, "max_time": 0.0, "posterior_threshold": 0.0, "posterior_alpha": 0.0}
+UNSET |= {"renormalize_logits": False, "early_stopping": None}  # which is text as well
+KINDS = {float: "a number", int: "a whole number", bool: "true or false"}
 LOG_SECONDS = 5.0  # that lie at least between two lines of progress
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
@@ -182,17 +180,17 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
 def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
     """Settings of `generate` from NAME=VALUE pairs; a whole number where transformers asks for a float becomes one, and
     a value of another type than the setting is refused."""
+    from transformers import GenerationConfig
+
     settings = parse_options(pairs or [])
-    for names, kinds, expected in (
-        (FLOATS, (int, float), "a number"),
-        (INTEGERS, (int,), "a whole number"),
-        (BOOLEANS, (bool,), "true or false"),
-    ):
-        for name in names & settings.keys():
-            if type(settings[name]) not in (*kinds, type(None)):
-                raise ValueError(f"--set {name}={settings[name]}: expected {expected}.")
-    floats = {name: float(settings[name]) for name in FLOATS & settings.keys() if settings[name] is not None}
-    return {**settings, **floats}
+    usual = GenerationConfig()._get_default_generation_params() | UNSET
+    for name, value in settings.items():
+        kind = type(usual.get(name))
+        if kind is float and type(value) is int:
+            settings[name] = float(value)
+        elif kind in KINDS and type(value) not in (kind, type(None)):
+            raise ValueError(f"--set {name}={value}: expected {KINDS[kind]}.")
+    return settings
 
 
 def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], *, zero: bool = False) -> list[Any]:
@@ -253,11 +251,6 @@ def with_values(template: Any, text: str | None) -> Any:
 def write_json(path: Path | None, figures: dict[str, Any]) -> None:
     if path is not None:
         path.write_text(json.dumps(figures, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def kept_in(path: Path | None, verb: str) -> str:
-    """Where what an interrupted command had measured is kept, as the end of a sentence."""
-    return f", and {verb} kept in {str(path)!r}" if path is not None else ""
 
 
 def complain(message: str) -> None:

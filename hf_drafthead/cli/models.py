@@ -204,8 +204,6 @@ def what_else(model: str) -> dict[str, str] | None:
 
 def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tuple[str, str]]:
     """What `info` prints of a checkpoint, and of its base where that was tried."""
-    from hf_drafthead.trees.choice import SMALL_TREE
-
     settings, included = summary["settings"], ", included" if summary["base_included"] else ""
     rows = [
         ("family", summary["family"]),
@@ -229,9 +227,6 @@ def rows_of(summary: dict[str, Any], probed: dict[str, Any] | None) -> list[tupl
         name = f"{chosen}: " if isinstance(chosen, str) else ""
         depth = max(map(len, summary["tree"]), default=0)
         rows.append(("draft tree", f"{name}{summary['tree_nodes']} nodes, {depth} guesses deep (--draw draws it)"))
-        if name and summary["tree_nodes"] > len(SMALL_TREE) + 1:
-            few = f"at most {len(SMALL_TREE) + 1} nodes of it, as many as pay there, unless it is calibrated below"
-            rows.append(("on a CPU", few))
     elif chosen is not None:
         rows.append(("draft tree", str(chosen)))
     for entry in settings.get("calibration") or []:

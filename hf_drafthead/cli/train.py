@@ -166,7 +166,10 @@ def train(
     fields, arguments = sort_options(family, said)
     load: dict[str, Any] = {"dtype": floating_type(dtype)}
     if load_in_4bit:
-        load["quantization_config"] = four_bits(dtype)
+        from transformers import BitsAndBytesConfig
+
+        four: dict[str, Any] = {"bnb_4bit_compute_dtype": "bfloat16" if dtype == "auto" else dtype}
+        load["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **four)
     if not sys.stderr.isatty():
         disable_progress_bars()  # each would be one line without an end
     options: dict[str, Any] = {"lora_rank": lora_rank, "max_length": max_length, "recipe": recipe, "hours": hours}
@@ -200,15 +203,3 @@ def outcome(summary: dict[str, Any]) -> list[str]:
     return lines + (
         [] if expected is None else [f"expected tokens per step of a 64-node tree{sampled}: {expected:.2f}"]
     )
-
-
-def four_bits(dtype: str) -> Any:
-    """How `--load-in-4bit` quantizes a base: NF4, computing in the type asked for, else in bfloat16."""
-    from importlib.util import find_spec
-
-    from transformers import BitsAndBytesConfig
-
-    if find_spec("bitsandbytes") is None:
-        raise OSError("--load-in-4bit needs bitsandbytes: pip install 'hf-drafthead[quantized]', or leave it out.")
-    computed_in = "bfloat16" if dtype == "auto" else dtype
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computed_in)

@@ -9,14 +9,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_drafthead.cards.facts import size_of_heads, static_tree
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.door import from_pretrained
-from hf_drafthead.evaluation.calls import draft, drafted
 from hf_drafthead.generation.settings import DraftSettings
 from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.gguf_files import load_tokenizer
 from hf_drafthead.trees.choice import Plans
 from hf_drafthead.trees.entries import device_name
-from hf_drafthead.trees.rank_paths import TO_THE_END
 
 
 def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
@@ -106,17 +104,14 @@ def summarize(name: str) -> dict[str, Any]:
 
 
 def try_on_base(model: Any) -> dict[str, Any]:
-    """Draft a few tokens with heads in eval mode: whether `generate` uses them, why not, what base and heads take."""
-    prompt = torch.arange(1, 5, device=model.base.device)[None]
-    settings: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, **TO_THE_END}
-    drafts = drafted(draft(model, None, {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}, settings))
-    if drafts:
-        plans = Plans(model, None, slots=1)
+    """Whether calls of `generate` draft with heads in eval mode, how, why not, and what base and heads take."""
+    why_not, plans = model.why_no_drafts(), Plans(model, None, slots=1)
+    if why_not is None:
         plans.renew(model._base_reader())
     return {
-        "drafts": drafts,
-        "plan": str(plans(1)) if drafts else None,
-        "why_not": None if drafts else model.why_no_drafts() or "see the warning",
+        "drafts": why_not is None,
+        "plan": str(plans(1)) if why_not is None else None,
+        "why_not": why_not,
         "base_parameters": sum(parameter.numel() for parameter in model.base.parameters()),
         "memory": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),
         "device": device_name(model.base.device),

@@ -89,7 +89,6 @@ class Verdict:
 
     about: dict[str, Any]
     checks: list[Check]
-    stopped: bool = False  # whether it was interrupted
 
     @property
     def differences(self) -> list[Difference]:
@@ -140,7 +139,6 @@ class Verdict:
             "identical": not self.differences,
             "passed": self.passed,
             "unverified": self.unverified,
-            "complete": not self.stopped,
             "differences": self.counts,
             "checks": [check.to_json() for check in self.checks],
             "shortest": shortest and {**asdict(shortest), "text": tokenizer.decode(shortest.prompt)},
@@ -159,7 +157,7 @@ def verify(
     scores: bool = False,
     progress: Callable[[], object] = lambda: None,
 ) -> Verdict:
-    """Compare the heads with their base on every prompt, with every check; what was compared where it is interrupted.
+    """Compare the heads with their base on every prompt, with every check.
 
     Args:
         model: with draft heads.
@@ -173,18 +171,12 @@ def verify(
         progress: called after each call that was compared.
     """
     checks = all_checks(max_new_tokens, batch_size, settings or {}, model.base.generation_config.pad_token_id)
-    stopped = False
-    try:
-        for check in checks:
-            check.with_scores = scores
-            check.settings = as_tokens(model, check.settings, tokenizer)
-            for group in groups(prompts, check.rows):
-                compare(model, check, group, seed)
-                progress()
-    except KeyboardInterrupt:
-        checks, stopped = [check for check in checks if check.calls], True
-        if not checks:
-            raise
+    for check in checks:
+        check.with_scores = scores
+        check.settings = as_tokens(model, check.settings, tokenizer)
+        for group in groups(prompts, check.rows):
+            compare(model, check, group, seed)
+            progress()
     return Verdict(
         about={
             **identity(model),
@@ -196,7 +188,6 @@ def verify(
             "exact": is_exact(model),
         },
         checks=checks,
-        stopped=stopped,
     )
 
 

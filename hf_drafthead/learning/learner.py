@@ -90,8 +90,6 @@ class Learner:
         """A copy of the model has no learner."""
         return type(None), ()
 
-    # ---- what a manager calls
-
     def offer(self, prompt: Sequence[int], answer: Sequence[int], allowed: bool | None = None) -> None:
         """Take the text of a finished request, if its client allows that."""
         if self.stopped is None and (self.everybody if allowed is None else allowed):
@@ -105,14 +103,8 @@ class Learner:
         return self.stopped is None and (self._work is not None or ready)
 
     def between(self, seconds: float, idle: bool = False) -> None:
-        """Between two steps: learn for a moment, where nobody waits, or where the share of the time allows it.
-
-        Whatever goes wrong is told in one line and ends learning, and nothing else.
-
-        Args:
-            seconds: since the last call, in which requests were served.
-            idle: nobody waits.
-        """
+        """Between two steps, `seconds` after the last call: learn for a moment, where nobody waits (`idle`) or the
+        share of the time allows it. Whatever goes wrong is told in one line and ends learning, and nothing else."""
         self.served += seconds
         if not self.wants or not (idle or self.spent <= self.share * (self.spent + self.served)):
             return
@@ -128,8 +120,6 @@ class Learner:
         """Learn no more; the heads stay as they are."""
         self.stopped, self._work, self._copy = reason, None, None
         logger.warning(f"Heads do not learn any more, and serve as they are: {reason}")
-
-    # ---- learning
 
     def work(self) -> bool:
         """Do a piece of a round; whether it was the last one."""
@@ -230,8 +220,6 @@ class Learner:
 
     def _copied(self, drafter: Any) -> Any:
         return copy.deepcopy(drafter, {id(self.model.base): self.model.base}).eval()
-
-    # ---- measuring
 
     def _measured(self, texts: Sequence[Text], drafter: Any) -> Generator[None, None, float]:
         """Mean tokens per step of a drafter on some texts, a few at a time."""

@@ -33,15 +33,11 @@ class Text:
 
 
 class RecentTexts:
-    """The newest texts.
+    """The newest texts, of so many tokens to learn from (4 bytes each) and so many held out.
 
     Every sixth is held out: the newest of these tell how heads guess on what is asked now (`recent`). Few of each kind
     stay for longer (`kept`), a kind being texts on which the heads guessed equally well when they came: one client with
     very many texts does not push out those of all others.
-
-    Args:
-        tokens: to learn from, at most; 4 bytes each.
-        held_out: recent texts that are held out.
     """
 
     def __init__(self, tokens: int, held_out: int):

@@ -84,11 +84,9 @@ def calibrate(
 
     Returns:
         the entries of `batch_sizes` in order, see `trees.entries`. `measured` holds what short calls in turn with the
-        base gave on prompts that the tree was not grown on: tokens_per_step, speedup with its 95 % `interval` (None of
-        a single text), step_cost (in steps of the base), tokens_per_second and base_tokens_per_second, whether all
-        texts were identical, and `copies` as (tokens copied, times as fast as without, times as many tokens per step);
-        `costs` as (nodes, depth, steps of the base); what these promise, `candidates` as (nodes, depth, tokens per
-        step, speedup); and how it was measured.
+        base gave on prompts that the tree was not grown on, speedup with its 95 % `interval` (None of a single text);
+        step_cost in steps of the base; `copies` as (tokens copied, times as fast as without, times as many tokens per
+        step); `costs` as (nodes, depth, steps of the base); `candidates` as (nodes, depth, tokens per step, speedup).
 
     Raises:
         ValueError: prompts that are empty, too long or too few; sizes or a temperature out of range.

@@ -49,16 +49,10 @@ def choose(
     longest_match: int | None = None,
     texts: TextIndex | None = None,
 ) -> DraftPlan:
-    """How a call drafts, or steps of so many rows, and why.
+    """How a call drafts, or steps of so many rows, and why; ValueError: an entry is damaged, or settings do not fit.
 
-    Args:
-        settings: of the call and the generation config.
-        named: the plan with the tree that the call names.
-        copies: tokens that each step copies from the text; None: as many as were calibrated, where no tree is named.
-        longest_match, texts: of the copies, see `LookupTree`.
-
-    Raises:
-        ValueError: an entry is damaged, or a setting does not go with another.
+    named: the plan with the tree that the call names; copies: tokens that each step copies from the text, as many as
+    were calibrated where it is None and no tree is named; longest_match, texts: see `LookupTree`.
     """
     key = CalibrationKey.of(model.base, model.drafter if settings.calibration else None, rows, execution.name)
     costs, plan = StepCosts(model, reader, key, execution), named
@@ -186,14 +180,8 @@ def _told(key: CalibrationKey, plan: DraftPlan) -> DraftPlan:
 class Plans:
     """The plan for each number of running rows of a manager, made when it is first asked for.
 
-    Args:
-        config: of the manager; None: the model's.
-        slots: rows at most; None: as many requests as are `wanted`, where that is known, at most 8 on a CPU, else 32.
-        draft_tree: of all steps; None: what was measured, or a first choice.
-        texts: others than the requests' own that are copied from; None: none.
-
-    Raises:
-        TypeError, ValueError: a setting that does not fit.
+    config: of the manager, else the model's; slots: rows at most, by default as many requests as are `wanted`, at most
+    8 on a CPU, else 32; draft_tree: of all steps; texts: others than the requests' own that are copied from.
     """
 
     def __init__(
@@ -221,10 +209,7 @@ class Plans:
         self.plans.clear()
 
     def __call__(self, rows: int) -> DraftPlan:
-        """The plan for so many rows; their number is rounded up to a power of two, of which there are few.
-
-        Where shapes are fixed all slots are rows, whoever is in them.
-        """
+        """The plan for so many rows, rounded up to a power of two; of all slots where shapes are fixed."""
         size = self.slots if self.execution.name != "eager" else min(1 << (rows - 1).bit_length(), self.slots)
         if size not in self.plans:
             assert self.reader is not None

@@ -243,12 +243,8 @@ def seconds_in_turn(
     trees: Mapping[Size, Tree],
     execution: Execution,
 ) -> tuple[Seconds, Seconds]:
-    """Seconds of steps with some trees, of which the first is the root alone, in turn, of a short text each; and of
-    their forwards, where these are timed.
-
-    Raises:
-        NotCaptured: another call compiles meanwhile.
-    """
+    """Seconds of steps with some trees, the root alone first, in turn, of a short text each; and of their forwards,
+    where these are timed. NotCaptured: another call compiles meanwhile."""
     verifying: Seconds = defaultdict(list)
     device = reader.base.device
     # a thread's processor time is not lengthened by others' work; a GPU has none

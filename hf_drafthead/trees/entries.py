@@ -152,14 +152,8 @@ def merged(entries: Sequence[dict[str, Any]], new: dict[str, Any]) -> list[dict[
 
 
 def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> str:
-    """The first 16 hex digits of a sha256 over names, shapes and values, these as float32.
-
-    The same values therefore give the same hash in any dtype.
-
-    Args:
-        tensors: name and tensor, in any order.
-        dtype: the type that fractions are rounded to before; None leaves them as they are.
-    """
+    """The first 16 hex digits of a sha256 over names, shapes and values, these as float32: the same values give the
+    same hash in any dtype. Fractions are rounded to `dtype` before, if one is given."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(tensor.shape)} ".encode())

@@ -190,13 +190,13 @@ def rank_paths(
 
 
 def ranks_by_text(
-    model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, temperature: float = 0.0, **settings: Any
+    model: Any, prompts: Sequence[torch.Tensor], new_tokens: int, temperature: float = 0.0
 ) -> list[torch.Tensor]:
     """(S, K) on the host: the ranks of the base's own answer to each prompt; none where answers are one token long."""
     ranks: list[torch.Tensor] = []
     for seed in range(0, len(prompts), TEXTS_AT_ONCE):
         some = prompts[seed : seed + TEXTS_AT_ONCE]
-        texts = own_texts(model, some, new_tokens, temperature, seed, **settings)
+        texts = own_texts(model, some, new_tokens, temperature, seed)
         if int((texts.lengths - texts.prompt_lengths).max()) > 1:
             tilt = tilt_of_seed(model, len(some), new_tokens, temperature, seed)
             ranks += rank_paths(model, *texts, tilt=tilt).cpu()

@@ -69,12 +69,8 @@ class Sizes:
         self.seconds: tuple[list[float], list[float]] = [], []  # of the root alone: of steps without guesses, and with
 
     def tree(self, rule: SizeRule, state: DecodingState, drafts: bool = True) -> Tree:
-        """The tree of the next step; where its nodes can be weighed while it is drafted, `state.pays` does it.
-
-        Args:
-            rule: which may be another than before, where the number of rows is.
-            drafts: False where it is known that nothing would be guessed.
-        """
+        """The tree of the next step; where its nodes can be weighed while it is drafted, `state.pays` does it. Without
+        `drafts` it is known that nothing would be guessed."""
         if state.steps != self.noted and self.steps:
             self._note(self.steps.popleft(), state)
         self.noted = state.steps
@@ -123,11 +119,8 @@ class Weighed:
         self.said: list[list[float]] = []  # row by row, how likely the guesses below each node were said to be
 
     def goes_on(self, level: Level, chances: torch.Tensor, below: Level | None = None) -> bool:
-        """Take in the guesses of a level: logarithms of how likely they are (B, n or 1, k).
-
-        Returns:
-            whether it pays to guess the level below as well.
-        """
+        """Take in the guesses of a level, logarithms of how likely they are (B, n or 1, k), and return whether it pays
+        to guess the level below as well."""
         if self.value is None:
             self.value = chances.new_zeros(len(chances), 1)
         room = -chances.exp().sum(-1, keepdim=True).log()  # guesses of one node are at most certain together

@@ -101,7 +101,8 @@ def test_ranks_of_sampled_texts_are_those_of_guesses_that_know_the_noise(tempera
     prompts = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
     tilts = []
     monkeypatch.setattr(module, "rank_paths", lambda *args, tilt: tilts.append(tilt) or rank_paths(*args, tilt=tilt))
-    ranks = ranks_by_text(model, prompts, 8, temperature, eos_token_id=None)
+    model.generation_config.eos_token_id = None
+    ranks = ranks_by_text(model, prompts, 8, temperature)
     assert [text.shape for text in ranks] == [(7, model.drafter.max_depth)] * 6 and len(tilts) == 2
     for seed, rows, tilt in zip((0, 4), (4, 2), tilts):
         expected = tilt_of_seed(model, rows, 8, temperature, seed)
