@@ -166,6 +166,8 @@ class SpeculatorsBlock(Layout):
 
     def write(self, saved: SavedHeads, target: str) -> Files:
         config, text = saved.config, saved.text
+        if config.confidence_head and not config.markov_rank:
+            raise Loss("its confidence head stands without a Markov head, as no speculator's does", "use --to sglang")
         sliding = [layer for layer, window in enumerate(config.windows) if window is not None]
         if config.causal_layers not in ([], sliding):
             what = f"the slots of the layers {config.causal_layers} see those before them"

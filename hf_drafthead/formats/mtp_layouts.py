@@ -19,11 +19,12 @@ from hf_drafthead.formats.eagle import COPIES_OF_BASE
 from hf_drafthead.formats.layout import Files, Heads, Layout, Loss, Reader, SavedHeads
 from hf_drafthead.formats.mtp import MIMO, NAMES, NEMOTRON, QWEN, as_here, as_stored, by_module, form_of, modules_in
 from hf_drafthead.formats.speculators import speculator, verifier_of
-from hf_drafthead.formats.tables import NO, Limits
+from hf_drafthead.formats.tables import NO, YES, Limits
 from hf_drafthead.modeling.decoder_layer import types_of
 from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpForCausalLM, MtpKind, own_block
 
-ONE_MODULE = {"num_modules": (1,), "block_layers": (1,)}
+AS_PUBLISHED = {"feed_normed": YES}  # whatever reads these files goes on from the normed output
+ONE_MODULE = AS_PUBLISHED | {"num_modules": (1,), "block_layers": (1,)}
 PLACE = "put the file into a copy of the base's repository, as mtp.safetensors, and its names into "
 PLACE += "model.safetensors.index.json: engines read modules from there."
 SERVED = 'vllm serve BASE --speculative-config \'{{"method": "mtp", "num_speculative_tokens": {}}}\''
@@ -35,6 +36,7 @@ class BaseModules(Layout):
     name = "a base's modules"
     family = MtpForCausalLM
     targets = ("base",)
+    limits: ClassVar[Limits] = {"": AS_PUBLISHED}
 
     def detect(self, keys: Iterable[str], config: Mapping[str, Any]) -> bool:
         text = text_config_of(config)

@@ -126,6 +126,7 @@ def test_a_causal_head_of_jetspec_is_a_field(base, tmp_path):
 
 LOST = {
     "a reduced DSpark": ({"markov_rank": 4, "draft_vocab_size": 50}, "is for a draft vocabulary"),
+    "confidence alone": ({"confidence_head": True}, "stands without a Markov head, .* use --to sglang", "speculators"),
     "own projection": (
         {"share_lm_head": False},
         "its share_lm_head is False, .* alone; use --to speculators",
@@ -137,12 +138,13 @@ LOST = {
 }
 
 
-@pytest.mark.parametrize("fields, message", LOST.values(), ids=LOST)
-def test_what_sglang_would_run_otherwise_is_refused(fields, message, tmp_path):
+@pytest.mark.few(4)
+@pytest.mark.parametrize("fields, message, to", [(*case, "sglang")[:3] for case in LOST.values()], ids=LOST)
+def test_what_an_engine_would_run_otherwise_is_refused(fields, message, to, tmp_path):
     family = Family("dflash", DFlashForCausalLM, {"num_layers": 1, "sample_from_anchor": True, **fields})
     family.build(tiny_base()).save_pretrained(tmp_path / "ours")
     with pytest.raises(ValueError, match=message):
-        export_checkpoint(tmp_path / "ours", tmp_path / "theirs", "sglang")
+        export_checkpoint(tmp_path / "ours", tmp_path / "theirs", to)
 
 
 def test_an_export_says_what_its_readers_look_for(tmp_path):

@@ -421,6 +421,14 @@ def test_export_and_convert_change_nothing(model_type, to, tmp_path):
     assert_same(again.drafter.state_dict(), model.drafter.state_dict())
 
 
+@pytest.mark.parametrize("to", ["base", "speculators"])
+def test_a_module_that_goes_on_from_what_is_not_normed_has_no_place_in_files_that_do_not_say_so(to, tmp_path):
+    model = modules_on("glm4_moe", feed_normed=False)
+    model.base.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="its feed_normed is False, and the target has a place for True alone"):
+        export_checkpoint(model, tmp_path / "theirs", to)
+
+
 def test_the_draft_vocabulary_is_the_first_tokens_of_a_ranking(glm, tmp_path):
     (tmp_path / "ranking.json").write_text("[7, 3, 11, 5]")
     model = MtpForCausalLM.from_base(glm, draft_tokens=tmp_path / "ranking.json", draft_vocab_size=3)
