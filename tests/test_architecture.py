@@ -272,7 +272,7 @@ ROOMS = [
     ("exactness", 930),
     ("batching", 1295),
 ]
-ROOMS += [("serving", 937), ("cards", 530), ("data", 607), ("page", 202)]
+ROOMS += [("serving", 934), ("cards", 530), ("data", 607), ("page", 202)]
 
 
 @pytest.mark.parametrize("room, most", ROOMS)

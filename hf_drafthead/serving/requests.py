@@ -60,11 +60,8 @@ CHAT |= {"response_format": fields(**FORMAT, json_schema=fields(**SCHEMA)), "mod
 RESPONSES = {**COMMON, **OF_CHATS, "input": Required[some(str | many[fields(**ITEM)])], "instructions": str}
 RESPONSES |= {"reasoning": fields(effort=str), "text": fields(format=fields(**FORMAT, **SCHEMA)), "background": NO}
 RESPONSES |= {"tools": many[fields(type=Literal["function"], **FUNCTION)], "max_output_tokens": COUNT}
-RESPONSES |= {
-    "metadata": by_name[str, str],
-    "truncation": Literal["disabled"],
-    "stream_options": fields(include_obfuscation=NO),
-}
+RESPONSES |= {"metadata": by_name[str, str], "truncation": Literal["disabled"]}
+RESPONSES |= {"stream_options": fields(include_obfuscation=NO)}
 
 
 class Refused(HTTPException):

@@ -37,16 +37,19 @@ def letters(folder) -> Iterator[Any]:
         yield client
 
 
-@pytest.fixture(scope="package")
-def code(tmp_path_factory) -> Path:
-    """The bundled heads with a chat template, which has a switch for thoughts."""
-    folder = tmp_path_factory.mktemp("code")
+def with_template(folder: Path) -> Path:
+    """The bundled heads, in a folder, with a chat template which has a switch for thoughts."""
     for name in ("base", "eagle3"):
         shutil.copytree(zoo.path(name), folder / name)
     tokenizer = AutoTokenizer.from_pretrained(folder / "eagle3")
     tokenizer.chat_template = SWITCH + TEMPLATE
     tokenizer.save_pretrained(folder / "eagle3")
     return folder / "eagle3"
+
+
+@pytest.fixture(scope="package")
+def code(tmp_path_factory) -> Path:
+    return with_template(tmp_path_factory.mktemp("code"))
 
 
 @pytest.fixture(scope="package")

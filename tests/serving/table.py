@@ -96,22 +96,11 @@ def table(client: Any) -> str:
 
 
 if __name__ == "__main__":
-    import shutil
-
-    from transformers import AutoTokenizer
-
-    from hf_drafthead import zoo
-    from tests.serving.conftest import SWITCH, TEMPLATE
+    from tests.serving.conftest import with_template
     from tests.serving.running import in_process
 
-    with tempfile.TemporaryDirectory() as place:
-        for name in ("base", "eagle3"):
-            shutil.copytree(zoo.path(name), f"{place}/{name}")
-        tokenizer = AutoTokenizer.from_pretrained(f"{place}/eagle3")
-        tokenizer.chat_template = SWITCH + TEMPLATE
-        tokenizer.save_pretrained(f"{place}/eagle3")
-        with in_process(Path(place, "eagle3")) as client:
-            text, written = DOCS.read_text(), table(client)
+    with tempfile.TemporaryDirectory() as place, in_process(with_template(Path(place))) as client:
+        text, written = DOCS.read_text(), table(client)
     begin, end = map(re.escape, MARKS)
     DOCS.write_text(re.sub(f"(?<={begin}).*?(?={end})", lambda _: written, text, flags=re.DOTALL))
     print(json.dumps({"fields": written.count("\n") - 2}))
