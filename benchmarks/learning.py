@@ -61,7 +61,7 @@ def main() -> None:
     manager = model.init_continuous_batching(slots=8, draft_tree={"dynamic": {"nodes": 16}})
     learner = None if asked.still else manager.learn(share=asked.share)
     manager.start()
-    metrics, before, begun = manager.scheduler.metrics, (0, 0, 0), time.perf_counter()
+    metrics, before, begun = manager.figures, (0, 0, 0), time.perf_counter()
     for first in range(0, len(requests), AT_ONCE):
         for name in manager.add_requests(requests[first : first + AT_ONCE], max_new_tokens=48, do_sample=False):
             assert manager.get_result(name).error is None

@@ -76,7 +76,7 @@ def joined(
     results = {name: manager.get_result(name) for name in names}
     manager.stop()
     if figures is not None:
-        figures["tokens_per_step_and_request"] = manager.scheduler.counts()["tokens_per_step_and_request"]
+        figures["tokens_per_step_and_request"] = manager.metrics()["tokens_per_step_and_request"]
     return [results[name].generated_tokens for name in names]
 
 
@@ -138,12 +138,12 @@ def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
     manager = model.init_continuous_batching(slots=slots)
     manager.start()
     others = [manager.add_request(prompt, max_new_tokens=1000, eos_token_id=-1) for prompt, _ in asked[: slots - 1]]
-    while manager.scheduler.metrics.began < len(others):
+    while manager.figures.began < len(others):
         time.sleep(0.01)
-    before = manager.scheduler.metrics.steps
+    before = manager.figures.steps
     name = manager.add_request(asked[-1][0], max_new_tokens=20, eos_token_id=-1, streaming=True)
     manager.get_result(name)
-    steps = manager.scheduler.metrics.steps - before
+    steps = manager.figures.steps - before
     for other in others:
         manager.cancel_request(other)
     manager.stop()

@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from hf_drafthead.generation import acceptance, step
+from hf_drafthead.generation import acceptance, batch, step
 from hf_drafthead.generation.state import Walk
 
 
@@ -53,5 +53,6 @@ def overshoot_past_the_end(patch) -> None:
 
 
 def _plant(patch, device, host) -> None:
-    patch.setattr(step, "walk_on_device", device)
-    patch.setattr(step, "walk_greedily", host)
+    for module in (step, batch):
+        patch.setattr(module, "walk_on_device", device)
+    patch.setattr(batch, "walk_greedily", host)

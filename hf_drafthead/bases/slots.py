@@ -1,7 +1,7 @@
 """The one cache of the package: keys and values of a verified past, row by row, and of the nodes of one step.
 
 Every layer, of the base or of a drafter, holds `nodes` slots for the step and behind them `capacity` for the past, to
-all of which a step attends: shapes change where the capacity does, which is kept near to the text (`Runner.fit`).
+all of which a step attends: shapes change where the capacity does, which is kept near to the text (`Batch.fit`).
 
     slot      0 ........ nodes | nodes + 0, + 1, ...
     holds     the step's nodes | the row's past, position by position

@@ -85,7 +85,7 @@ def _try_steps(
     cache.extent, cache.lengths = extent, lengths
     third, _ = next_inputs(base, text, outputs, inputs, 3)
     more = {name: (first[name], _token_axis(name, *values)) for name, *values in _others(first, second, third)}
-    steps = replace(reader, split=reader.split and not more, more=more)
+    steps = replace(reader, split=reader.split and not more, more=more, stages={})
     topology = Topology.of_numbers((0, 0, 0), lengths.device)
     positions = lengths[:, None] + topology.depths + prompt.position_shift
     logits, _ = steps.nodes(tokens, topology, cache, positions, prompt.visible)

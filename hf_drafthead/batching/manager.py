@@ -1,9 +1,8 @@
 """The manager of many requests, with the methods and results of transformers' own for continuous batching.
 
-Manager       arguments into requests, results for who asks: any thread; the thread that decodes
-  tracker     requests that wait, results that nobody has taken, behind one lock
-  scheduler   who joins, who leaves, and what happens to those that fail
-    batch     the slots, and the step of all who are in them
+RequestTracker   requests that wait, results that nobody has taken, behind one lock
+Scheduler        is one: who joins a batch, who leaves, and what happens to those that fail
+Manager          is one: arguments into requests, and the thread that decodes
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +20,9 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from hf_drafthead.bases.releases import GenerationOutput, table_of_positions
+from hf_drafthead.bases.releases import table_of_positions
 from hf_drafthead.batching.requests import OBJECTS, Request, config_value
 from hf_drafthead.batching.scheduler import Scheduler, device_of
-from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
@@ -51,7 +49,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 
 
-class Manager:
+class Manager(Scheduler):
     """Decodes many requests at once, each with its own settings, and each to the text that it would have alone.
 
     `model.init_continuous_batching()` makes one; its methods are those of transformers' `ContinuousBatchingManager`.
@@ -88,31 +86,22 @@ class Manager:
         tokenizer: Any = None,
         longest_pause: float = 4.0,
     ):
-        self.model, self.generation_config, self.config = model.eval(), generation_config, continuous_batching_config
+        self.generation_config, self.config, self.tokenizer = generation_config, continuous_batching_config, tokenizer
         asked = _count("slots", slots, getattr(self.config, "max_requests_per_batch", None), 1)
         wanted = getattr(workload_hints, "num_requests", None)
         most_waiting = _count("max_queue_size", max_queue_size, getattr(self.config, "max_queue_size", None), 0)
         seed = getattr(self.config, "seed", None)
-        self.tokenizer = tokenizer
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
-        self.tracker = RequestTracker(most_waiting or 0)
         looks_up = lookup_answers or lookup_texts is not None
         texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0) if looks_up else None
-        plans = Plans(model, generation_config, asked, wanted, draft_tree, texts)
-        answers = texts if lookup_answers else None
-        self.scheduler = Scheduler(model, self.tracker, plans, longest_pause, answers)
+        plans = Plans(model.eval(), generation_config, asked, wanted, draft_tree, texts)
+        super().__init__(model, plans, most_waiting or 0, longest_pause, texts if lookup_answers else None)
         self.background_thread_status = SimpleNamespace(fatal_error=None)  # of what the thread has died
-        self._thread: threading.Thread | None = None
         self._stopping: str | None = None  # "drain", or "cancel", after which no further step is taken
-        self._step = threading.RLock()  # held by the thread within a step, and by others while they pause it
+        self._stepping = threading.RLock()  # held by the thread within a step, and by others while they pause it
         self._pauses = 0  # threads that pause it, or wait for that
         self._pausing: int | None = None  # which of them does
         MANAGERS.add(self)
-
-    @property
-    def slots(self) -> int:
-        """Requests at once, fewer once memory was short."""
-        return self.scheduler.slots
 
     # ---- asking
 
@@ -164,9 +153,9 @@ class Manager:
             seed = config_value("seed", {"seed": seed}, request.settings.get("generation_config"))
             if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):
                 raise ValueError(f"seed is {seed!r}: expected a whole number, of 64 bits.")
-            return self.tracker.put(request, request_id, lambda: self._give_noise(request, seed))
+            return self.put(request, request_id, lambda: self._give_noise(request, seed))
         except BaseException:
-            self.tracker.refuse(request_id)
+            self.refuse(request_id)
             raise
 
     def _request(self, prompt: list[int], settings: dict[str, Any]) -> Request:
@@ -222,52 +211,7 @@ class Manager:
                 ids += [name] if child < 0 else []
         return ids
 
-    def cancel_request(self, request_id: str) -> None:
-        """Let a request end within a step; its last result holds what it has. An unknown id is ignored."""
-        self.tracker.cancel(request_id)
-
-    # ---- results
-
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
-        """The next result, or the next of one request; None after `timeout` seconds, or where none will come."""
-        if timeout is None:
-            self._refuse_own_thread("get_result()")
-        return self.tracker.result(request_id, timeout, self.is_running)
-
-    def __iter__(self) -> Iterator[GenerationOutput]:
-        """Results as they come, until the manager is stopped and none are left."""
-        while (result := self.get_result()) is not None:
-            yield result
-
-    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
-        """The results of one request as they come, to the last."""
-        while (result := self.get_result(request_id)) is not None:
-            yield result
-            if result.is_finished():
-                return
-
-    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
-        """Give the results of a request to a function, on the event loop that runs here, instead of keeping them."""
-        self.tracker.register(request_id, callback)
-
-    def metrics(self) -> dict[str, float]:
-        """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
-        return self.scheduler.counts()
-
     # ---- control
-
-    def is_running(self) -> bool:
-        """Whether the thread decodes, or waits for something to decode."""
-        return self._thread is not None and self._thread.is_alive()
-
-    def warmup(self) -> None:
-        """Find out how to run the base and how to draft, before requests come, and make programs of compiled steps.
-
-        These are of the slots and of texts that are not long; steps of longer ones are compiled when these come.
-        """
-        if self.is_running():
-            raise RuntimeError("the manager runs already: warm it up before start().")
-        self.scheduler.warm_up()
 
     def start(self) -> None:
         """Start the thread that decodes; where it runs, let it take requests again.
@@ -275,21 +219,20 @@ class Manager:
         A thread that finishes what it has, after `stop(block=False)`, goes on instead of ending, and so does whoever
         waits for its end.
         """
-        changed = self.tracker.changed
+        changed = self.changed
         with changed:
             if self._stopping == "cancel" and self._thread is threading.current_thread():
                 raise RuntimeError(ENDING)
             # until it has ended, which is no longer than a step
             changed.wait_for(lambda: not (self.is_running() and self._stopping == "cancel"))
-            self._stopping = self.background_thread_status.fatal_error = self.tracker.closed = None
+            self._stopping = self.background_thread_status.fatal_error = self.closed = None
             changed.notify_all()
             if not self.is_running():
                 inference = torch.is_inference_mode_enabled()
-                self._thread = threading.Thread(
-                    target=self._run, args=(inference,), name="hf_drafthead batch", daemon=True
-                )
+                how: dict[str, Any] = {"name": "hf_drafthead batch", "daemon": True}
+                self._thread = threading.Thread(target=self._run, args=(inference,), **how)
                 self._thread.start()
-                atexit.register(self._leave)
+                atexit.register(self._end_with_process)
 
     def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
         """Take no more requests. Those that wait and run are finished first; with `hard_stop` they end with an error.
@@ -298,10 +241,10 @@ class Manager:
         """
         if self._pausing == threading.get_ident():
             raise RuntimeError("a manager cannot be stopped by a thread that pauses it: leave `pause` first.")
-        with self.tracker.changed:
+        with self.changed:
             self._stopping = "cancel" if hard_stop else self._stopping or "drain"
-            self.tracker.closed = self.tracker.closed or STOPPED
-            self.tracker.changed.notify_all()
+            self.closed = self.closed or STOPPED
+            self.changed.notify_all()
         if block:
             self.join(timeout)
 
@@ -309,31 +252,31 @@ class Manager:
         """Wait for the end of a thread that was told to stop, `timeout` seconds at most, or until it is to go on."""
         if self._thread is threading.current_thread():
             return
-        with self.tracker.changed:
-            ended = self.tracker.changed.wait_for(lambda: not (self.is_running() and self._stopping), timeout)
+        with self.changed:
+            ended = self.changed.wait_for(lambda: not (self.is_running() and self._stopping), timeout)
         if not ended:
             logger.warning(f"The thread that decodes has not ended within {timeout} s.")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Between two steps nothing is decoded meanwhile, so that weights can be changed; requests go on afterwards."""
-        self._refuse_own_thread("pause()")
-        with self.tracker.changed:
+        self.refuse_own_thread("pause()")
+        with self.changed:
             if not self.is_running():
                 raise RuntimeError("the manager does not run: there is nothing to pause.")
             self._pauses += 1
         try:
-            with self._step:
+            with self._stepping:
                 before, self._pausing = self._pausing, threading.get_ident()
-                self.scheduler.epoch += 1
+                self.epoch += 1
                 try:
                     yield
                 finally:
                     self._pausing = before
         finally:
-            with self.tracker.changed:
+            with self.changed:
                 self._pauses = max(self._pauses - 1, 0)  # 0 behind a fork
-                self.tracker.changed.notify_all()
+                self.changed.notify_all()
 
     def learn(self, **settings: Any) -> Any:
         """Let the heads learn from what they serve, from now on, while nobody waits and in a share of the other time.
@@ -351,66 +294,58 @@ class Manager:
             ValueError: these heads cannot learn here, in one line; requests go on.
         """
         learner = _learning().Learner(self.model, **settings)
-        with self.tracker.changed:
-            self.scheduler.learner = learner
-            self.tracker.changed.notify_all()
+        with self.changed:
+            self.learner = learner
+            self.changed.notify_all()
         return learner
 
     # ---- the thread
 
-    def _refuse_own_thread(self, call: str) -> None:
-        if self._thread is threading.current_thread():
-            raise RuntimeError(f"{call} in the thread that decodes would wait for itself: call it in another thread.")
-
     def _forget_thread(self) -> None:
         """In a process that was forked, which has none of the threads: requests are refused until `start`."""
         if self._thread is not None:
-            self.tracker.forget_all(FORKED)
-            self.scheduler.forget()
-            self._thread, self._pauses, self._pausing, self._step = None, 0, None, threading.RLock()
+            self.forget(FORKED)
+            self._pauses, self._pausing, self._stepping = 0, None, threading.RLock()
 
-    def _leave(self) -> None:
+    def _end_with_process(self) -> None:
         """Before the interpreter ends: a thread in the middle of torch would abort the process."""
         self._pausing = None  # a pause that was not left ends here
         self.stop(timeout=LAST_STEP, hard_stop=True)
 
+    @with_room
     def _run(self, inference: bool) -> None:
         error: BaseException = RuntimeError("the manager was stopped before this request was finished")
         try:
             with torch.inference_mode(inference):
-                self._loop()
+                while self._wait():
+                    with self._stepping:
+                        self.advance()
         except BaseException as fatal:
             error, died = fatal, f"the thread that decodes has died of {type(fatal).__name__}: {fatal}"
-            self._stopping, self.background_thread_status.fatal_error, self.tracker.closed = "cancel", fatal, died
+            self._stopping, self.background_thread_status.fatal_error, self.closed = "cancel", fatal, died
             logger.error(died[0].upper() + died[1:])
         try:
             with torch.inference_mode(inference):
-                self.scheduler.fail_all(error)
+                self.fail_all(error)
         finally:
-            atexit.unregister(self._leave)
-            with self.tracker.changed:
-                self._stopping, self.tracker.closed = "cancel", self.tracker.closed or STOPPED
+            atexit.unregister(self._end_with_process)
+            with self.changed:
+                self._stopping, self.closed = "cancel", self.closed or STOPPED
                 self._thread = None
-                self.tracker.changed.notify_all()
-
-    @with_room
-    def _loop(self) -> None:
-        while self._wait():
-            with self._step:
-                self.scheduler.advance()
+                self.changed.notify_all()
 
     def _wait(self) -> bool:
         """Until there is something to do; False where that is to end."""
-        with self.tracker.changed:
+        with self.changed:
             while True:
-                if self._stopping == "cancel" or (self._stopping and not self.scheduler.has_work):
+                if self._stopping == "cancel" or (self._stopping and not self.has_work):
                     self._stopping = "cancel"
                     return False
-                learner = self.scheduler.learner
-                busy = self.scheduler.has_work or (learner is not None and learner.wants)
+                learner = self.learner
+                busy = self.has_work or (learner is not None and learner.wants)
                 if busy and not self._pauses:
                     return True
-                self.tracker.changed.wait()
+                self.changed.wait()
 
 
 def _learning() -> Any:

@@ -16,11 +16,12 @@ from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.releases import RequestStatus
 from hf_drafthead.batching.requests import Metrics, Request, begin_request, decode_by_itself
 from hf_drafthead.batching.tracker import RequestTracker
-from hf_drafthead.generation.batch import Batch, chooser, refuse_training, with_room
-from hf_drafthead.generation.entry import FAR, BesideOthers
+from hf_drafthead.generation.batch import with_room
+from hf_drafthead.generation.entry import BesideOthers
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
+from hf_drafthead.generation.rows import SharedBatch, refuse_training
 from hf_drafthead.generation.state import Member
-from hf_drafthead.generation.tree import ROOT_ALONE
+from hf_drafthead.generation.tree import ROOT_ALONE, copies_alone
 from hf_drafthead.trees.choice import Plans
 
 logger = logging.get_logger(__name__)
@@ -30,8 +31,8 @@ LEAST_PIECE = 128  # tokens of a prompt that are read at once
 LOGGED_EVERY = 1000  # steps between two lines of metrics
 
 
-class Scheduler:
-    """Lets the requests of a tracker join a batch, takes its steps, and ends requests.
+class Scheduler(RequestTracker):
+    """Lets requests join a batch, takes its steps, and ends requests.
 
     plans: how steps draft; longest_pause: see `Manager`; answers: where texts are put that were answered, to be copied
     from, None for nowhere; slots: as planned, fewer once memory was short; batch: of those that run, None before the
@@ -39,30 +40,27 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        model: Any,
-        tracker: RequestTracker,
-        plans: Plans,
-        longest_pause: float,
-        answers: TextIndex | None = None,
+        self, model: Any, plans: Plans, most_waiting: int, longest_pause: float, answers: TextIndex | None = None
     ):
-        self.model, self.tracker, self.plans, self.answers = model, tracker, plans, answers
+        super().__init__(most_waiting)
+        self.model, self.plans, self.answers = model, plans, answers
         self.slots, self.longest_pause = plans.slots, longest_pause
-        self.metrics = Metrics()
-        self.batch: Batch | None = None
+        self.figures = Metrics()
+        self.batch: SharedBatch | None = None
         self.aside: deque[Member] = deque()
         self.epoch = 0  # how often the base may have been changed while requests ran
         self.learner: Any = None  # see `Manager.learn`
 
-    def forget(self) -> None:
+    def forget(self, closed: str) -> None:
         """Have nobody's requests: the thread that decoded them is in another process."""
+        super().forget(closed)
         self.batch = None
         self.aside.clear()
 
     @property
     def has_work(self) -> bool:
         """Whether anybody waits or runs."""
-        return bool(self.tracker.waiting or self.aside or (self.batch is not None and self.batch.running))
+        return bool(self.waiting or self.aside or (self.batch and self.batch.running))
 
     def advance(self) -> None:
         """End what was cancelled, let others join, and take a step.
@@ -72,10 +70,10 @@ class Scheduler:
         """
         began = time.perf_counter()
         try:
-            if self.tracker.cancelling:
+            if self.cancelling:
                 self._end_cancelled()
             self._fill()
-            if self.batch is not None and self.batch.running:
+            if self.batch is not None:
                 self._step(self.batch)
         except BaseException as error:
             self._recover(error)
@@ -87,39 +85,43 @@ class Scheduler:
         self.aside.clear()
         if self.batch is not None:
             self.batch.close()
-        for request in [*self.tracker.begun(), *iter(self.tracker.next, None)]:
+        with self.changed:
+            self.waiting.clear()
+            left = [*self.known.values()]
+        for request in left:
             self._end(request, error)
 
-    def prepared(self) -> Batch | None:
+    def prepared(self) -> SharedBatch | None:
         """The batch, begun anew where the base or the heads have changed and nobody runs; None where nothing drafts."""
-        if self.batch is not None and (self.batch.running or self.aside):
-            return self.batch
+        batch = self.batch
+        if batch is not None and (batch.running or self.aside):
+            return batch
         try:
             reader = self.model._base_reader()
+            if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
+                self.plans.renew(reader)
+                self.batch = SharedBatch(self.model, reader, self.plans, self.slots)
         except Unsupported:
             self.batch = None
-            return None
-        batch = self.batch
-        if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
-            self.plans.renew(reader)
-            self.batch = batch = Batch(
-                self.model, reader, self.plans, self.plans.largest, self.plans.execution, self.slots
-            )
-        return batch
+        return self.batch
 
     @with_room
-    def warm_up(self) -> None:
-        """Find out how to run the base and how to draft; make the programs of steps that are compiled or recorded.
+    def warmup(self) -> None:
+        """Find out how to run the base and how to draft, before requests come, and make programs of compiled steps.
 
-        These are run with a short request that nobody has asked for, in all slots. Eager steps need none.
+        These are of the slots and of texts that are not long; steps of longer ones are compiled when these come. They
+        are run with a short request that nobody has asked for.
         """
+        if self.is_running():
+            raise RuntimeError("the manager runs already: warm it up before start().")
         batch = self.prepared()
         if batch is None:
             return
         plan, device = self.plans.largest, device_of(self.model)
         if self.plans.execution.name == "eager" or batch.running:
             return
-        trees = [plan.tree] if chooser(plan, device.type == "cpu", None) is None else [plan.tree, ROOT_ALONE]
+        alone = plan.sizes or (copies_alone(plan.tree) and device.type == "cpu")
+        trees = [plan.tree, ROOT_ALONE] if alone else [plan.tree]
         steps = [tree for tree in trees for _ in range(WARM_STEPS)]
         vocabulary = self.model.base.config.get_text_config(decoder=True).vocab_size
         settings = {
@@ -131,9 +133,8 @@ class Scheduler:
         try:
             batch.join(begin_request(self.model, request, plan, device, BesideOthers(batch.reader)))
             for tree in steps:
-                batch.choosers[1] = lambda state, tree=tree: tree  # type: ignore[misc]
                 if batch.state is not None and not batch.running[0].has_ended(batch.state):
-                    batch.step()
+                    batch.step(tree)
         except Exception as error:  # requests that come are told what is wrong with theirs
             logger.warning(f"The steps could not be warmed up: {type(error).__name__}: {error}")
         batch.close()
@@ -148,7 +149,7 @@ class Scheduler:
                 continue
             if batch is not None and batch.running and batch.drafter is not self.model.drafter:
                 break
-            request = self.tracker.next()
+            request = self.next()
             if request is None:
                 break
             request.status, request.began = RequestStatus.PREFILLING, time.perf_counter()
@@ -159,7 +160,7 @@ class Scheduler:
         if batch is not None:
             batch.pack()
 
-    def _begin(self, batch: Batch | None, request: Request) -> None:
+    def _begin(self, batch: SharedBatch | None, request: Request) -> None:
         refuse_training(self.model.base)
         device = device_of(self.model)
         try:
@@ -168,53 +169,50 @@ class Scheduler:
             weights = self.epoch, batch.weights()
             others = BesideOthers(batch.reader, batch.beginning(request.prompt, weights))
             if batch.running:
+                rows = len(batch.running)
+                piece = int(self.longest_pause * rows * self.plans(rows).tree.num_nodes)
                 between = functools.partial(self._between, batch, request)
-                others = others._replace(piece=self._piece(batch), between=between)
+                others = others._replace(piece=max(piece, LEAST_PIECE), between=between)
             member = begin_request(self.model, request, self.plans.largest, device, others)
             member.weights = weights
         except Unsupported as reason:
             logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
             request.status = RequestStatus.DECODING
-            decode_by_itself(self.model, request, device, self.tracker.deliver)
-            self.metrics.first(request)
+            decode_by_itself(self.model, request, device, self.deliver)
+            self.figures.first(request)
             self._end(request)
             return
-        self.metrics.first(request)
+        self.figures.first(request)
         request.status = RequestStatus.DECODING
         assert member.state is not None
         if member.has_ended(member.state) or request.cancelled:
             self._close(member)
             return
         if request.streaming:
-            self.tracker.deliver(request)
+            self.deliver(request)
         if batch.has_room:
             self._join(batch, member)
         else:  # memory was short for the steps that were taken meanwhile
             self.aside.append(member)
 
-    def _piece(self, batch: Batch) -> int:
-        """How many tokens of a prompt are read while those that run wait."""
-        rows = len(batch.running)
-        return max(int(self.longest_pause * rows * self.plans(rows).tree.num_nodes), LEAST_PIECE)
-
-    def _between(self, batch: Batch, request: Request) -> None:
+    def _between(self, batch: SharedBatch, request: Request) -> None:
         """Between two pieces of a prompt: a step of those that run; CancelledError where nobody waits for it."""
         self._leave_cancelled(batch)
         if request.cancelled:
             raise CancelledError
-        if batch.running:
-            self._step(batch)
+        self._step(batch)
 
-    def _join(self, batch: Batch, member: Member) -> None:
+    def _join(self, batch: SharedBatch, member: Member) -> None:
         try:
-            batch.join(member, len(self.tracker.waiting) + len(self.aside))
+            batch.join(member, len(self.waiting) + len(self.aside))
         except Exception as error:
             self._close(member, error)
 
     # ---- steps
 
-    def _step(self, batch: Batch) -> None:
-        self._end_those_without_positions(batch)
+    def _step(self, batch: SharedBatch) -> None:
+        if batch.positions is not None:
+            self._end_those_without_positions(batch, batch.positions)
         if not batch.running:
             return
         try:
@@ -224,14 +222,12 @@ class Scheduler:
         except BaseException as error:
             self._failed(batch, error)
             return
-        self.metrics.steps += 1
-        self.metrics.rows += len(batch.running)
-        self.metrics.tokens += sum(record.counts)
-        leaving = []
-        for row, member in enumerate(batch.members):
-            if member is None:
-                continue
-            request = member.request
+        self.figures.steps += 1
+        self.figures.rows += len(batch.running)
+        self.figures.tokens += sum(record.counts)
+        leaving: list[int] = []
+        for member in batch.running:
+            row, request = member.rows.start, member.request
             try:
                 request.take(record.tokens[row][: record.counts[row]], member.rules.scores, record.drafted)
             except BaseException as error:
@@ -239,28 +235,27 @@ class Scheduler:
             if batch.state is None or member.has_ended(batch.state):
                 leaving.append(row)
             elif request.streaming and record.counts[row]:
-                self.tracker.deliver(request)
-        self._leave(batch, leaving)
-        if self.metrics.steps % LOGGED_EVERY == 0:
-            logger.info(f"{self.counts()}")
+                self.deliver(request)
+        if leaving:
+            self._leave(batch, leaving)
+        if self.figures.steps % LOGGED_EVERY == 0:
+            logger.info(f"{self.metrics()}")
 
-    def _end_those_without_positions(self, batch: Batch) -> None:
+    def _end_those_without_positions(self, batch: SharedBatch, positions: int) -> None:
         """End requests that have come to the end of the base's table of positions, which would raise for all."""
-        assert batch.state is not None
-        positions = batch.positions or FAR
-        ends = [member for member in batch.running if batch.state.lengths[member.rows.start] > positions]
-        for member in ends:
-            member.error = IndexError(
-                f"the text has reached the end of the base's {positions} positions: ask for fewer tokens."
-            )
-        self._leave(batch, [member.rows.start for member in ends])
+        line = f"the text has reached the end of the base's {positions} positions: ask for fewer tokens."
+        rows = [] if batch.state is None else [row for row, at in enumerate(batch.state.lengths) if at > positions]
+        for row in rows:
+            batch.members[row].error = IndexError(line)  # type: ignore[union-attr]
+        self._leave(batch, rows)
 
-    def counts(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
-        learned = {} if self.learner is None else self.learner.counts()
-        return {**self.tracker.counts(), **self.metrics.values(), **learned}
+        with self.changed:
+            now = {"waiting": len(self.waiting), "running": len(self.known) - len(self.waiting)}
+        return {**now, **self.figures.values(), **({} if self.learner is None else self.learner.counts())}
 
-    def _failed(self, batch: Batch, error: BaseException) -> None:
+    def _failed(self, batch: SharedBatch, error: BaseException) -> None:
         """After a step that has raised: with fewer rows where memory was short, else none of them can go on."""
         short = isinstance(error, DoesNotFit) or out_of_memory(error)
         if short and len(batch.running) > 1:
@@ -286,18 +281,19 @@ class Scheduler:
             batch.close()
         for member in members:
             self._close(member, error)
-        begun = self.tracker.begun()
-        if not members and not begun:
-            if (waiting := self.tracker.next()) is None:
+        with self.changed:
+            left = [request for request in self.known.values() if request.status != RequestStatus.PENDING]
+        if not members and not left:
+            if (waiting := self.next()) is None:
                 raise error
-            begun = [waiting]
-        for request in begun:
+            left = [waiting]
+        for request in left:
             self._end(request, error)
 
     # ---- requests that end
 
     def _end_cancelled(self) -> None:
-        for request in self.tracker.take_cancelled():
+        for request in self.take_cancelled():
             self._end(request)
         if self.batch is not None:
             self._leave_cancelled(self.batch)
@@ -305,16 +301,14 @@ class Scheduler:
             self.aside.remove(member)
             self._close(member)
 
-    def _leave_cancelled(self, batch: Batch) -> None:
-        rows = [row for row, member in enumerate(batch.members) if member is not None and member.request.cancelled]
-        self._leave(batch, rows)
+    def _leave_cancelled(self, batch: SharedBatch) -> None:
+        self._leave(batch, [member.rows.start for member in batch.running if member.request.cancelled])
 
-    def _leave(self, batch: Batch, rows: list[int]) -> None:
+    def _leave(self, batch: SharedBatch, rows: list[int]) -> None:
         members = [batch.members[row] for row in rows]
         batch.leave(rows)
-        for member in members:
-            if member is not None:
-                self._close(member)
+        for member in filter(None, members):
+            self._close(member)
 
     def _close(self, member: Member, error: BaseException | None = None) -> None:
         """End the request of a member that is in no slot any more."""
@@ -333,12 +327,12 @@ class Scheduler:
         elif request.cancelled:
             request.error = "the request was cancelled"
         request.status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
-        self.metrics.end(request)
+        self.figures.end(request)
         if self.answers is not None and request.tokens:
             self.answers.put([*request.prompt[-LONGEST_GRAM:], *request.tokens])  # found from its first token on
         if self.learner is not None and request.error is None:
             self.learner.offer(request.prompt, request.tokens, request.learn)
-        self.tracker.deliver(request)
+        self.deliver(request)
 
 
 def device_of(model: Any) -> torch.device:

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_drafthead.bases.releases import GenerationOutput
@@ -27,7 +27,7 @@ class RequestTracker:
     changed: the lock, and what tells threads that something is new; waiting: those that were not begun, at most
     `most_waiting`, 0 for any number; known: by id, those that wait or run; results: what nobody has taken yet, with the
     number of its request; handlers: who takes the results of a request as they come; closed: why no further request is
-    taken, in one line, None while they are.
+    taken, in one line, None while they are; the thread is the one that decodes, None where there is none.
     """
 
     def __init__(self, most_waiting: int):
@@ -40,13 +40,13 @@ class RequestTracker:
         self.closed: str | None = None
         self.cancelling = False  # since the scheduler has looked
         self.added = 0
+        self._thread: threading.Thread | None = None
 
     def put(self, request: Request, request_id: str | None, prepare: Callable[[], None]) -> str:
         """Let a request wait for its turn; returns its id, a number where none is given. Errors as of `add_request`.
 
-        Where the queue is full the thread waits for a place in it, `WAIT` seconds at most. One in which an event loop
-        runs does not, for its other clients would wait as well. `prepare` is called once the request is sure to be
-        taken, in the order of the requests.
+        Where the queue is full the thread waits for a place in it, `WAIT` seconds at most; not where it runs an event
+        loop, whose other clients would wait. `prepare` is called once the request is sure to be taken, in their order.
         """
         with self.changed:
             has_room = self.changed.wait_for(
@@ -77,17 +77,14 @@ class RequestTracker:
             if request_id is not None and request_id not in self.known:
                 self.handlers.pop(request_id, None)
 
-    def forget_all(self, closed: str) -> None:
+    def forget(self, closed: str) -> None:
         """In a process that was forked: nobody serves here what was asked there, and the lock may be held for ever."""
-        self.changed = threading.Condition()
-        self.waiting.clear()
-        self.known.clear()
-        self.results.clear()
-        self.handlers.clear()
-        self.closed = closed
+        self.changed, self.closed, self._thread = threading.Condition(), closed, None
+        for those in (self.waiting, self.known, self.results, self.handlers):
+            those.clear()
 
-    def cancel(self, request_id: str) -> None:
-        """Mark a request as cancelled; an unknown id is ignored."""
+    def cancel_request(self, request_id: str) -> None:
+        """Let a request end within a step; its last result holds what it has. An unknown id is ignored."""
         with self.changed:
             if (request := self.known.get(request_id)) is not None:
                 request.cancelled = self.cancelling = True
@@ -110,21 +107,19 @@ class RequestTracker:
             self.waiting = deque(request for request in self.waiting if not request.cancelled)
             return gone
 
-    def begun(self) -> list[Request]:
-        """Those that do not wait any more, and have no last result yet."""
-        with self.changed:
-            waiting = {id(request) for request in self.waiting}
-            return [request for request in self.known.values() if id(request) not in waiting]
+    def is_running(self) -> bool:
+        """Whether the thread decodes, or waits for something to decode."""
+        return self._thread is not None and self._thread.is_alive()
 
-    def counts(self) -> dict[str, int]:
-        """How many wait, and how many run."""
-        with self.changed:
-            return {"waiting": len(self.waiting), "running": len(self.known) - len(self.waiting)}
+    def refuse_own_thread(self, call: str) -> None:
+        """Refuse what would wait for itself."""
+        if self._thread is threading.current_thread():
+            raise RuntimeError(f"{call} in the thread that decodes would wait for itself: call it in another thread.")
 
-    def result(
-        self, request_id: str | None, timeout: float | None, may_come: Callable[[], bool]
-    ) -> GenerationOutput | None:
-        """The next result, or the next of one request; None after `timeout` seconds, or where none may come."""
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The next result, or the next of one request; None after `timeout` seconds, or where none will come."""
+        if timeout is None:
+            self.refuse_own_thread("get_result()")
         end = None if timeout is None else time.monotonic() + timeout
         with self.changed:
             while True:
@@ -134,10 +129,21 @@ class RequestTracker:
                         del self.results[at]
                         return result
                 left = None if end is None else end - time.monotonic()
-                is_over = not may_come() or not (request_id is None or request_id in self.known)
+                is_over = not self.is_running() or not (request_id is None or request_id in self.known)
                 if is_over or (left is not None and left <= 0):
                     return None
                 self.changed.wait(left)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Results as they come, until the manager is stopped and none are left."""
+        return iter(self.get_result, None)
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """The results of one request as they come, to the last."""
+        while (result := self.get_result(request_id)) is not None:
+            yield result
+            if result.is_finished():
+                return
 
     def _newest(self, request_id: str) -> int | None:
         """The number of the newest request of an id: of the one that is not finished, else of untaken results."""
@@ -145,7 +151,7 @@ class RequestTracker:
             return request.number
         return max((number for number, result in self.results if result.request_id == request_id), default=None)
 
-    def register(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Give the results of a request to a function, on the event loop that runs here, instead of keeping them.
 
         Raises:

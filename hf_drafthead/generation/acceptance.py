@@ -1,4 +1,4 @@
-"""Which nodes of a step are kept: walks down the tree. They only look; `step.commit` writes.
+"""Which nodes of a step are kept: walks down the tree. They only look; `Batch.take` writes.
 
 At a node the base's own next token is chosen, emitted and looked for among the node's children; if a child carries it
 the walk goes on there, else it ends. So the text is the base's whatever was drafted, and the chance to go on at a node
@@ -12,19 +12,17 @@ every processor and criterion exactly the prefixes that the base would show them
 
 A walk ends before a node whose logits are no numbers: attention multiplies what it must not see by zero, so that one
 guess of which the base makes NaN is in all nodes. Where that is the root, the row stands still, and the call goes on
-with the root alone (`Runner.step`), where NaN is the base's own.
+with the root alone (`Batch.step`), where NaN is the base's own.
 
 Shapes: B rows, N nodes (root included), D nodes on the longest path, V vocabulary, g rows of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, RowWalk, Walk, running
+from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, RowWalk, Stream, Walk, running
 
 
 def walk_on_device(
@@ -61,10 +59,10 @@ def walk_on_host(
     candidates: Candidates,
     state: DecodingState,
     rules: Rules,
-    show: Callable[[torch.Tensor], None] | None = None,
+    stream: Stream | None = None,
 ) -> list[RowWalk]:
     """The walk token by token, with every processor and criterion applied to exactly the row's own prefix, of logits
-    (B, N, V). `show` is given every token (B,) once the criteria were asked about it, in lockstep.
+    (B, N, V). The stream shows every token (B,) once the criteria were asked about it, in lockstep.
     """
     tokens, reach = candidates.tokens, state.reach()
     before, lengths, ends = state.lengths, list(state.lengths), list(state.ends)
@@ -102,8 +100,8 @@ def walk_on_host(
         for row, fired in zip(group, rules.stops(group, newest, sequences, lengths)):
             if fired and ends[row] is None:
                 ends[row] = lengths[row]
-        if show is not None and rules.lockstep:
-            show(sequences[:, max(lengths) - 1])
+        if stream is not None and rules.lockstep:
+            stream.show(sequences[:, max(lengths) - 1])
         now = still_moving()
         going_on = []
         for row in moving:

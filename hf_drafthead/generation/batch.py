@@ -1,45 +1,58 @@
-"""One batch: the calls in it, their state, and the step of all of them; and the loop of one call (`decode`).
+"""One batch: the calls in it, their state, and the step of all of them.
 
-`generate` makes a batch of one call, whose rows begin together (`of_one`). A manager makes one of many calls of one row
-each, which were prefilled alone, join between two steps, and leave when they end. Steps that are eager run over the
-rows that are there. Compiled and recorded ones have fixed shapes: then all slots are rows from the first call on, and
-an empty one is a row that has ended.
+`generate` makes a batch of one call, whose rows begin together. A manager makes one of many calls of one row each,
+which join and leave between two steps (`rows.SharedBatch`). Calls share the draft and the forward, and each walks by
+its own rules.
 
-Shapes: B rows, N nodes.
+Shapes: B rows, N nodes, D nodes on the longest path, V vocabulary.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-import operator
+import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from transformers.utils import logging
 
-from hf_drafthead.bases.hooks import changed_by_training, parts
+from hf_drafthead.bases.errors import DoesNotFit
+from hf_drafthead.bases.hooks import is_hooked
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.bases.releases import CACHE, table_of_positions
-from hf_drafthead.generation.lookup import accepted_copies, matches
-from hf_drafthead.generation.rows import Axes, alone, axes_of, put, select, vacate
-from hf_drafthead.generation.runner import Execution, Runner
+from hf_drafthead.bases.slots import BUCKET, SLOTS, rounded_up
+from hf_drafthead.bases.topology import Topology
+from hf_drafthead.generation.acceptance import typical_choices, walk_greedily, walk_on_device, walk_on_host
+from hf_drafthead.generation.grammar import certain_paths, tree_with
+from hf_drafthead.generation.lookup import matches
+from hf_drafthead.generation.programs import Arena, fix, out_of_arena
+from hf_drafthead.generation.runner import CAPACITY_BUCKET, Execution, Runner
 from hf_drafthead.generation.settings import DraftPlan
-from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Member, Outcome, StepRecord
-from hf_drafthead.generation.step import now
-from hf_drafthead.generation.tree import ROOT_ALONE, LookupTree, Tree, copies_alone
+from hf_drafthead.generation.state import (
+    FAR,
+    Candidates,
+    DecodingState,
+    Member,
+    Outcome,
+    RowWalk,
+    StepRecord,
+    Verified,
+    Walk,
+    are_numbers,
+    running,
+)
+from hf_drafthead.generation.step import Stages, deepest, now, shortage_undone, stages_of
+from hf_drafthead.generation.tree import ROOT_ALONE, LookupTree, Tree, copies_alone, smaller
 
 logger = logging.get_logger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of a layer that has some
-LEAST_SHARED = 32  # tokens of a prompt that are copied from another row; fewer are read as soon
-
+STRETCH = 32  # positions for which eager steps take a capacity, or an eighth of a long text
+MOST_PENDING = 128  # positions that wait for the drafter while nothing is drafted
+STAGES = ("draft", "verify", "walk", "commit")
 FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
 
 
@@ -62,316 +75,299 @@ def with_room(function: Callable[P, T]) -> Callable[P, T]:
     return roomy
 
 
-def chooser(plan: DraftPlan, on_cpu: bool, sizes: Any) -> Callable[[DecodingState], Tree] | None:
-    """What says which tree the next step takes; None where that is always the plan's.
-
-    As many nodes as pay (`sizes`, see `trees.sizes.Sizes`). On a CPU, where each node costs, the root alone where
-    copies from the text are all that is guessed and no row has a match. Only tokens and scores decide.
-    """
-    tree = plan.tree
-    lookup = tree if isinstance(tree, LookupTree) and copies_alone(tree) and on_cpu else None
-    if plan.sizes is None and lookup is None:
-        return None
-    texts = None if lookup is None else plan.texts_on(torch.device("cpu"))
-
-    def choose(state: DecodingState) -> Tree:
-        drafts = lookup is None or matches(lookup, state.rows.sequences, state.rows.lengths, texts)
-        plain = tree if drafts else ROOT_ALONE
-        return plain if plan.sizes is None else sizes.tree(plan.sizes, state, drafts)  # type: ignore[no-any-return]
-
-    return choose
-
-
-def refuse_training(base: Any) -> None:
-    """Refuse a base in training mode that computes something else than in eval mode."""
-    if base.training and (changed := changed_by_training(base)):
-        raise RuntimeError(
-            f"the model is in training mode, which changes what it computes ({changed}): train it within pause(), then "
-            "call eval()."
-        )
-
-
 class Batch:
     """Calls that are decoded together.
 
-    plan_of: how steps of so many running rows draft; largest: the plan of the largest tree; slots: rows at most, fewer
-    once memory was short; shared: whether others may join; timed: whether the stages of eager steps are timed; members:
-    by row, None where nobody is; a call of g rows stands there g times.
+    plan: of the largest tree; execution: as asked for; only: the call of a batch that no other joins; timed: whether
+    the stages of eager steps are timed. members: by row, None where nobody is; a call of g rows stands there g times;
+    tree: of the most nodes that a step takes, a smaller one since memory was `short`; runner: None where steps are
+    eager; held: memory of programs, in which a call may go on without them until it ends; ahead: whether the next step
+    is launched before the host reads the outcome of one.
     """
 
     def __init__(
         self,
         model: Any,
         reader: BaseReader,
-        plan_of: Callable[[int], DraftPlan],
-        largest: DraftPlan,
+        plan: DraftPlan,
         execution: Execution,
-        slots: int,
-        shared: bool = True,
+        only: Member | None = None,
         timed: bool = False,
     ):
-        self.model, self.drafter, self.reader, self.slots = model, model.drafter, reader, slots
-        self.plan_of, self.largest, self.execution, self.shared, self.timed = plan_of, largest, execution, shared, timed
-        self.placed = model.base.dtype, model.base.device
+        self.model, self.drafter, self.reader = model, model.drafter, reader
+        self.plan, self.only = plan, only
+        self.plan_of: Callable[[int], DraftPlan] = lambda rows: plan  # by the number of running rows
+        # what a reader gives every forward is of one call, and a program is for all
+        self.execution = Execution("eager") if reader.more else execution
+        self.timed = timed and self.execution.name == "eager"
         self.members: list[Member | None] = []
         self.state: DecodingState | None = None
         self.runner: Runner | None = None
-        self.choosers: dict[int, Callable[[DecodingState], Tree] | None] = {}
         self.sizes: Any = None  # what the last steps say of how many nodes pay
+        self.held: list[Arena] = []
         self.launched: deque[Outcome] = deque()
+        if only is not None and only.state is not None:
+            self.begin(only.state, [only] * len(only.rows))
 
-    @classmethod
-    def of_one(cls, model: Any, member: Member, execution: Execution, timed: bool = False) -> Batch:
-        """The batch of one call, which no other joins."""
-        if member.reader.more:  # of this call alone, and a program is for all
-            execution = Execution("eager")
-        count, plan, state = len(member.rows), member.plan, member.state
-        assert state is not None
-        batch = cls(model, member.reader, lambda rows: plan, plan, execution, count, shared=False, timed=timed)
-        batch.members += [member] * count
-        batch.state, batch.runner = state, Runner(batch, state, batch._chooser(plan, state))
-        return batch
+    def begin(self, state: DecodingState, members: list[Member | None]) -> None:
+        """Go on from the state of these members."""
+        self.state, self.members, self.device = state, members, state.rows.lengths.device
+        self.tree, self.short = self.plan.tree, False
+        self.with_certain: dict[tuple[int, int], Tree] = {}  # trees with room for so many tokens that are certain
+        rules = None if self.only is None else self.only.rules  # programs must know nothing of those that may join
+        self.typical = rules is not None and self.plan.settings.acceptance == "typical" and bool(rules.config.do_sample)
+        self.samples, self.padding, self.longest = True, 0, FAR
+        if rules is not None:
+            self.samples, self.padding, self.longest = rules.samples, rules.pad_token, rules.max_length or FAR
+        if self.execution.name != "eager":
+            self.runner = Runner(self)
+            if is_hooked(self.reader.base):  # which may do something else within a call; one that counts, for ever
+                self.runner.stop("the base has hooks or forwards of the user's own, which a program would pass by")
+        self.ahead = self.runner is not None and self.runner.graphs and rules is not None and rules.greedy
+        self.ahead = self.ahead and not self.typical
 
     @property
     def running(self) -> list[Member]:
-        """Who is in the batch, by row."""
-        return [member for member in self.members if member is not None]
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another call may join."""
-        return len(self.running) < self.slots
+        """Who is in the batch, by row, each once."""
+        return [member for member in dict.fromkeys(self.members) if member is not None]
 
     @torch.no_grad()
-    def join(self, member: Member, others: int = 0) -> None:
-        """Give a call of one row a slot; its state is copied there. Rows for `others` to come are made at once."""
-        joins, state = member.state, self.state
-        assert joins is not None and self.has_room
-        if state is None or self.runner is None:
-            rows = 1 if self.execution.name == "eager" else self.slots
-            self.members[:] = [None] * rows
-            self.state, self.runner = joins, Runner(self, joins, self._tree)
-            if rows > 1:
-                select(joins, [0] * rows, self._axes)
-                for row in range(1, rows):
-                    vacate(joins, row)
-            row = 0
-        else:
-            self._settle()
-            if None not in self.members:
-                rows = len(self.members)
-                more = min(1 + others, self.slots - rows)
-                select(state, [*range(rows), *[0] * more], self._axes)
-                self.members += [None] * more
-                for row in range(rows, rows + more):
-                    vacate(state, row)
-            row, ends = self.members.index(None), state.limits.eos.shape
-            self.runner.fit(state, self.runner.tree.max_depth + 1, joins.lengths[0])
-            put(state, row, joins, self._axes)
-            if state.limits.eos.shape != ends:
-                self.runner.recorded.clear()
-        self.members[row], member.rows, member.state = member, range(row, row + 1), None
+    def step(self, tree: Tree | None = None) -> list[StepRecord]:
+        """Take one step, with a tree or the one that is next: the records of those whose outcome is known by then.
 
-    @functools.cached_property
-    def _axes(self) -> Axes:
-        return axes_of(self.drafter)
-
-    @functools.cached_property
-    def positions(self) -> int | None:
-        """How many positions the base can embed; None where it has no table of them."""
-        return table_of_positions(self.model.base)
-
-    def _tree(self, state: DecodingState) -> Tree:
-        """The tree of the next step: that for the number of running rows, as long as it pays."""
-        count = len(self.running)
-        plan = self.plan_of(count)
-        if count not in self.choosers:
-            self.choosers[count] = self._chooser(plan, state)
-        choose = self.choosers[count]
-        return plan.tree if choose is None else choose(state)
-
-    def _chooser(self, plan: DraftPlan, state: DecodingState) -> Callable[[DecodingState], Tree] | None:
-        if self.sizes is None and plan.sizes is not None:
-            self.sizes = plan.sizes.begin(self.shared)
-        return chooser(plan, state.rows.lengths.device.type == "cpu", self.sizes)
-
-    def check_base(self) -> None:
-        """RuntimeError where the base was moved, or cast, since those that run began, or is trained."""
-        base = self.model.base
-        refuse_training(base)
-        if (now := (base.dtype, base.device)) != self.placed:
-            before, after = (f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in (self.placed, now))
-            raise RuntimeError(
-                f"the model was moved from {before} to {after} while it served: requests that ran are lost; stop() the "
-                "manager before, and start() it behind that."
-            )
-
-    def _settle(self) -> None:
-        """Let the drafter observe what waits for it, before rows change."""
-        if self.state is not None and self.state.pending and self.runner is not None:
-            self.runner.observe(self.state)
-
-    @torch.no_grad()
-    def step(self) -> list[StepRecord]:
-        """Take one step: the records of those whose outcome is known by then.
-
-        Members whose own rules have raised have an `error`. DoesNotFit where there is no memory for so many rows, which
-        are as they were; behind what the base raises nothing can go on.
+        DoesNotFit where there is no memory for so many rows; behind what the base raises nothing can go on.
         """
-        assert self.state is not None and self.runner is not None
-        self.launched.append(self.runner.step(self.state))
+        state = self.state
+        assert state is not None
+        state.pays = None
+        tree = tree or self._next_tree(state)
+        if not state.stuck and any(member.rules.grammar for member in self.running):
+            tree = self._with_certain(tree, state)
+        while True:
+            key = id(self.drafter), id(tree), self.device
+            stages = self.reader.stages.get(key) or stages_of(key, self.reader, self.drafter, tree)
+            try:
+                self.fit(state, tree.max_depth + 1)
+                runs = stages if self.runner is None else self.runner.of(stages, len(state.lengths))
+                if len(state.pending) >= (MOST_PENDING if stages.defers and runs is stages else 1):
+                    self.observe()
+                self.launched.append(self.take(state, stages, runs))
+                break
+            except DoesNotFit as short:
+                tree, state.pays = self._smaller(tree, short), None
+        if self.runner is not None and self.runner.compiled_in:
+            self.runner.tell(tree, len(state.lengths))
         records = []
-        while len(self.launched) > self.runner.ahead:
-            records.append(self.state.note(self.launched.popleft()))
-            for member in dict.fromkeys(self.members):
-                if member is not None:
-                    member.take(self.state, records[-1])
+        while len(self.launched) > (self.ahead and self.runner is not None):
+            records.append(state.note(self.launched.popleft()))
+            for member in self.running:
+                member.take(state, records[-1])
         return records
 
-    def weights(self) -> list[Any]:
-        """What the keys that rows hold depend on: the base's weights as they are now, and its adapters."""
-        tensors = [*self.model.base.parameters(), *self.model.base.buffers()]
-        versions = [(tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version) for tensor in tensors]
-        adapters = [repr([vars(part).get(name) for name in ADAPTERS]) for part in parts(self.model.base)]
-        return [versions, adapters]
+    def _next_tree(self, state: DecodingState) -> Tree:
+        """As many nodes of the plan's tree as pay; the root alone where a guess is of no use, or would spread NaN."""
+        plan, drafts = self.plan_of(len(self.running)), not state.stuck
+        if state.stuck:
+            for cache in state.caches:
+                cache.clear()
+        elif self.short:
+            return self.tree
+        elif isinstance(plan.tree, LookupTree) and copies_alone(plan.tree) and self.device.type == "cpu":
+            drafts = matches(plan.tree, state.rows.sequences, state.rows.lengths, plan.texts_on(self.device))
+        if plan.sizes is not None and not self.short:
+            self.sizes = self.sizes or plan.sizes.begin(self.only is None)
+            return self.sizes.tree(plan.sizes, state, drafts)  # type: ignore[no-any-return]
+        return plan.tree if drafts else ROOT_ALONE
 
-    @torch.no_grad()
-    def beginning(self, prompt: list[int], weights: Any) -> DecodingState | None:
-        """A copy of what a running row, whose keys are of these `weights`, knows of the beginning of a prompt, if much.
+    def _with_certain(self, tree: Tree, state: DecodingState) -> Tree:
+        """The tree with room for what comes for certain, where a constraint says that something does."""
+        state.certain, paths = None, certain_paths(self.members, state, self.reader.vocabulary)
+        if paths is None or (self.runner is not None and self.execution.config is not None):  # compiled for each
+            return tree
+        slots = None if self.runner is None else rounded_up(self.tree.slots, SLOTS)
+        found = tree_with(tree, paths, self.reader.vocabulary, slots)
+        if found is None:
+            return tree
+        kept: Tree = self.with_certain.setdefault((id(tree), found.certain), found)
+        padded = [[*path[: found.certain], *[-1] * (found.certain - len(path))] for path in paths]
+        state.certain = torch.tensor(padded, device=self.device)
+        return kept
 
-        Behind the last position that both have in common another token follows, so that it is read again. A layer that
-        keeps a state cannot go back.
+    def _smaller(self, tree: Tree, short: DoesNotFit) -> Tree:
+        """The tree of this step and of all that follow, after one for which memory is short; DoesNotFit in a batch of
+        several calls, which gets smaller before the tree does.
         """
-        if self.state is None or self.reader.mixers:
+        if self.only is None and len(self.running) > 1:
+            raise short
+        if tree.num_nodes == 1:
+            raise short.__cause__ or short from None
+        logger.warning_once("Memory does not hold the nodes of a step: this call goes on with smaller trees.")
+        self.tree, self.short = smaller(tree), True
+        return self.tree
+
+    def take(self, state: DecodingState, stages: Stages, runs: Any) -> Outcome:
+        """Take a step from a state that has room for it; `runs` are the stages, or programs of them."""
+        rows, limits, tree = state.rows, state.limits, stages.tree
+        clock: Callable[[], float] = functools.partial(now, self.device) if self.timed else float
+        times = [clock()]
+        tilt = self.tilts(state, tree.max_depth + 1) if self.samples else None
+        texts = self.plan.texts_on(self.device) if isinstance(tree, LookupTree) else None
+        with shortage_undone(state.caches):
+            draft_state, candidates = runs.draft(rows, limits, tilt, texts, state.certain, state.pays)
+            times.append(clock())
+            verified = runs.verify(rows, limits, candidates)
+        times.append(clock())
+        walk = self.walk(state, candidates, verified, runs)
+        times.append(clock())
+        later = [(verified.features, walk.tokens, walk.observed)] if stages.defers else []
+        state.keep(runs.commit(rows, draft_state, verified.features, walk, not later), state.pending + later)
+        times.append(clock())
+        seconds = {name: end - start for name, (start, end) in zip(STAGES, pairwise(times))} if self.timed else {}
+        ready = torch.cuda.current_stream(walk.packed.device).record_event() if walk.packed.is_cuda else None
+        return Outcome(walk.packed, seconds, candidates.tokens.shape[1], ready)
+
+    def tilts(self, state: DecodingState, depth: int) -> torch.Tensor | None:
+        """How the noise with which the base will choose tilts the guesses (B, D, V); None where nobody samples.
+
+        Members keep their noise (g, D, V) for the walk.
+        """
+        tilts: dict[int, torch.Tensor] = {}
+        vocabulary = self.reader.vocabulary
+        for member in (member for member in self.running if member.error is None and member.rules.samples):
+            part, rules = slice(member.rows.start, member.rows.stop), member.rules
+            try:
+                moving = running(state.lengths[part], state.ends[part], rules.pads)
+                noise = rules.noise_ahead(state.lengths[part], moving, depth, vocabulary)
+                if noise is None:  # "typical" chooses without
+                    continue
+                member.noise = noise.to(self.device)
+                tilt = rules.tilt(noise).to(self.device)
+                if len(member.rows) == len(state.lengths):
+                    return tilt
+                tilts |= zip(member.rows, tilt)
+            except BaseException as error:
+                member.error = error
+        if not tilts and not (self.only is None and state.rows.cache.fixed):  # a program takes the same in every step
             return None
-        self._settle()
-        alike = {row: 0 for row, member in enumerate(self.members) if member is not None and member.weights == weights}
-        for row in alike:
-            request = self.members[row].request  # type: ignore[union-attr]
-            text = [*request.prompt, *request.tokens]
-            alike[row] = sum(1 for _ in itertools.takewhile(bool, map(operator.eq, text[:-1], prompt)))
-        best = max(alike, key=alike.__getitem__, default=0)
-        if (longest := alike.get(best, 0) - 1) < LEAST_SHARED:
-            return None
-        begun = alone(self.state, best, self._axes)
-        for cache in begun.caches:
-            cache.lengths.clamp_(max=longest)
-            cache.extent = min(cache.extent, longest)
-        return begun
+        shape = next((tilt.shape for tilt in tilts.values()), (depth, vocabulary))
+        nothing = torch.zeros(shape, device=self.device)
+        return torch.stack([tilts.get(row, nothing) for row in range(len(state.lengths))])
 
-    @torch.no_grad()
-    def leave(self, rows: list[int]) -> None:
-        """Free the slots of these rows."""
-        if not rows or self.state is None:
-            return
-        self._settle()
-        for row in rows:
-            self.members[row] = None
-        if not self.running:
-            self.close()
-            return
-        for row in rows:
-            vacate(self.state, row)
+    def walk(self, state: DecodingState, candidates: Candidates, verified: Verified, runs: Any) -> Walk:
+        """Each call's walk: on the device where it can be; a CPU looks at few nodes."""
+        if self.ahead:  # the next replay may be launched before this one's outcome is read
+            walk: Walk = runs.walk(state.rows, state.limits, candidates, verified)
+            return walk._replace(packed=walk.packed.clone())
+        calls = [member for member in self.running if member.error is None]
+        if self.typical or self.device.type != "cpu":
+            at_once = [member for member in calls if member.rules.on_device]
+            if at_once:
+                return self._walk_at_once(at_once, calls, state, candidates, verified.logits)
+        walks = self._walk_apart(calls, state, candidates, verified.logits)
+        depth = candidates.topology.paths.shape[2] if state.rows.cache.fixed else None
+        return Walk.of_rows(walks, depth, self.padding, self.device)
 
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Take rows that nobody is in out of steps, where shapes may change."""
-        if self.state is None or self.execution.name != "eager" or None not in self.members:
-            return
-        self._settle()
-        select(self.state, [row for row, member in enumerate(self.members) if member is not None], self._axes)
-        self.members[:] = self.running
-        for row, member in enumerate(self.running):
-            member.rows = range(row, row + 1)
+    def _walk_at_once(
+        self,
+        at_once: list[Member],
+        calls: list[Member],
+        state: DecodingState,
+        candidates: Candidates,
+        logits: torch.Tensor,
+    ) -> Walk:
+        """The walk of all calls, of which some are chosen for at all nodes."""
+        on_device, reach = logits.to(self.device), deepest(state.limits, state.rows.cache)
+        choice, valid = on_device.argmax(-1), are_numbers(on_device)
+        for member in at_once:
+            if member.rules.greedy and not self.typical:
+                continue
+            part, depths = slice(member.rows.start, member.rows.stop), candidates.topology.depths
+            of_rows = depths if len(depths) == 1 else depths[part]
+            chosen, sound = member.rules.choose_everywhere(on_device[part], of_rows, member.noise)
+            if self.typical:  # a call without others
+                chances = member.rules.scores_everywhere(on_device).float().softmax(-1)
+                bounds = self.plan.settings.posterior_threshold, self.plan.settings.posterior_alpha
+                likely = typical_choices(chances, candidates, reach, *bounds)
+                chosen, sound = torch.where(likely < 0, chosen, likely), sound & chances.sum(-1).isfinite()
+            choice[part], valid[part] = chosen, sound
+        together = walk_on_device(choice, valid, candidates, state.rows, state.limits, reach)
+        rows = {row for member in at_once for row in member.rows}
+        if len(rows) == len(state.lengths):
+            return together
+        walks = self._walk_apart([each for each in calls if each not in at_once], state, candidates, logits)
+        apart = Walk.of_rows(walks, candidates.topology.paths.shape[2], self.padding, self.device)
+        mask = torch.tensor([row in rows for row in range(len(walks))], device=self.device)[:, None]
+        return Walk(torch.where(mask, together.packed, apart.packed))  # type: ignore[call-arg]
 
-    @torch.no_grad()
-    def halve(self) -> list[Member]:
-        """Set the younger half of the members aside, each with a state of its own to join with again."""
-        assert self.state is not None
-        self._settle()
-        oldest_first = sorted(self.running, key=lambda member: member.request.number)
-        for member in oldest_first:
-            member.state = alone(self.state, member.rows.start, self._axes)
-        self.slots = max(len(oldest_first) // 2, 1)
-        logger.warning(
-            f"Memory does not hold a step of {len(oldest_first)} rows: {self.slots} request(s) at once are decoded "
-            "from now on."
-        )
-        self.close()
-        for member in oldest_first[: self.slots]:
-            self.join(member, self.slots)
-        return oldest_first[self.slots :]
+    def _walk_apart(
+        self, calls: list[Member], state: DecodingState, candidates: Candidates, logits: torch.Tensor
+    ) -> list[RowWalk]:
+        """The walks of some calls, each as if there were no other; no row of others goes on."""
+        walks: list[RowWalk] = [(0, 0, end, [], []) for end in state.ends]
+        for member in calls:
+            part, rules, stream = slice(member.rows.start, member.rows.stop), member.rules, member.stream
+            own = logits, candidates, state
+            if len(member.rows) < len(state.lengths):
+                topology = Topology(*(each if len(each) == 1 else each[part] for each in candidates.topology))
+                own = logits[part], Candidates(candidates.tokens[part], topology), state.view(member.rows)
+            try:
+                plain = rules.greedy and stream is None
+                walks[part] = walk_greedily(*own, rules) if plain else walk_on_host(*own, rules, stream)
+            except BaseException as error:  # of a processor, a criterion, a streamer: it ends this call alone
+                member.error = error
+        return walks
+
+    def observe(self) -> None:
+        """Let the drafter observe what waits for it: what steps of the root alone have verified.
+
+        One that keeps a history would run a layer, or a model, in each of them, to remember one position. A row that
+        has ended has counts of 0 from there on, so its valid positions come first, as `observe` wants them.
+        """
+        state = self.state
+        if state is None or not state.pending:
+            return
+        features, tokens, counts = zip(*state.pending)
+        with shortage_undone(state.caches):
+            seen = torch.cat(features, 1), torch.cat(tokens, 1), torch.stack(counts).sum(0)
+            draft_state = self.drafter.observe(state.rows.draft_state, *seen)
+        state.keep(state.rows._replace(draft_state=draft_state), [])
+
+    def fit(self, state: DecodingState, depth: int, longest: int = 0) -> None:
+        """See that there is room for a step of `depth` nodes, and for a row of `longest` tokens that joins."""
+        longest, cache, runner = max(longest, *state.lengths), state.rows.cache, self.runner
+        past = longest + state.past_shift
+        # of a step that was launched ahead the host does not know
+        more = 2 * depth if runner is not None and runner.graphs else depth
+        need = past + max(more, len(state.pending))
+        # eager steps attend to few positions in vain
+        most = need + 2 * max(STRETCH, longest // 8) + BUCKET if runner is None else math.inf
+        fits = cache.fixed == (runner is not None) and cache.nodes >= self.tree.slots
+        fits = fits and longest + more <= state.rows.sequences.shape[1]
+        if not fits or any(not need <= other.capacity <= most for other in state.caches):
+            self._reshape(state, depth, longest, need)
+        for other in state.caches if runner is None else ():  # a GPU does not say how far rows reach
+            other.extent = min(other.extent, past - (other is cache))
+
+    def _reshape(self, state: DecodingState, depth: int, longest: int, need: int) -> None:
+        """Give all tensors shapes for the next stretch of text."""
+        if self.runner is not None:
+            self.runner.reshape(state, depth, longest, need)
+        if self.runner is not None:  # else there was no memory for programs
+            return
+        if state.rows.cache.fixed:  # memory of the call's own again, which no program works on
+            rows = out_of_arena(state.rows) if self.held else state.rows
+            for cache in rows.caches:
+                cache.fixed, cache.extent = False, int(cache.lengths.max())
+            state.keep(rows, state.pending)
+        capacity = need + min(self.longest - longest, max(STRETCH, longest // 8))
+        bucket = BUCKET if self.device.type == "cuda" else CAPACITY_BUCKET
+        fix(state, rounded_up(capacity, bucket), self.tree.slots, depth, self.padding, False, False)
 
     def close(self) -> None:
         """Let go of all memory; members that are still there are lost."""
         self.launched.clear()
-        for arena in () if self.runner is None else self.runner.held:
+        for arena in self.held:
             arena.free = True  # for other calls; a traceback may hold this state for long
-        self.members.clear()
+        self.held.clear()
+        self.members = []
         self.state = self.runner = self.sizes = None
-        self.choosers.clear()
-
-
-@torch.no_grad()
-def decode(
-    member: Member,
-    model: Any,
-    execution: Execution,
-    on_step: Callable[[StepRecord], None] | None = None,
-) -> DraftHeadGenerateOutput | torch.Tensor:
-    """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended."""
-    device, start = model.base.device, 0.0
-    with contextlib.closing(Batch.of_one(model, member, execution, timed=on_step is not None)) as batch:
-        state = batch.state
-        assert state is not None
-        if on_step is not None:
-            start = now(device)
-            roots = state.rows.sequences.gather(1, state.rows.lengths[:, None] - 1)[..., None].tolist()
-            on_step(StepRecord(0, roots, [], [1] * len(roots), 0, {"prefill": member.prefilled_in}, plan=member.plan))
-        while not member.has_ended(state):
-            for record in batch.step():
-                if on_step is not None:
-                    start, last = now(device), start
-                    record.seconds["step"] = start - last
-                    if isinstance(tree := member.plan.tree, LookupTree):
-                        texts, tokens = member.plan.texts_on(state.rows.lengths.device), state.rows.sequences
-                        of_step = tree, texts, tokens, [*state.lengths], record.tokens
-                        record = replace(record, copied=functools.partial(accepted_copies, *of_step))
-                    on_step(record)
-        if member.error is not None:
-            raise member.error
-        return finish(member, state)
-
-
-def finish(member: Member, state: DecodingState) -> DraftHeadGenerateOutput | torch.Tensor:
-    """What the base's generate would return, in its form."""
-    rules, (ordinary_cache, cached_length) = member.rules, member.given
-    length = max(end for end in state.ends if end is not None)
-    if rules.samples:
-        rules.random.chosen(length - rules.prompt_length)
-    if member.stream is not None:
-        member.stream.end()
-    sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
-    in_dict = rules.config.return_dict_in_generate
-    if in_dict or getattr(ordinary_cache, "_is_user_defined", False):
-        cache = state.rows.cache
-        if (first := min(state.lengths) - 1) < length - 1:  # the base has read the padding behind a row's end, too
-            if cache.recurrent:  # what grows must not be a program's
-                cache = cache.twin()
-                cache.fixed, cache.extent = False, int(cache.lengths.max())
-            rows, start = state.rows, first + state.past_shift
-            member.reader.rewrite(
-                rows.sequences[:, first : length - 1], cache, start, rows.position_shift, rows.visible
-            )
-        cache.unload(ordinary_cache, cached_length, length - 1 + state.past_shift)
-    if not in_dict:
-        return sequences
-    steps = torch.tensor(member.counted, dtype=torch.long, device=sequences.device)
-    new = length - rules.prompt_length
-    return DraftHeadGenerateOutput(
-        sequences=sequences,
-        scores=tuple(rules.scores[:new]) if rules.keeps_scores else None,
-        logits=tuple(rules.logits[:new]) if rules.keeps_logits else None,
-        accepted_lengths=steps.reshape(-1, len(state.lengths)).T,
-        **{CACHE: ordinary_cache},
-    )

@@ -44,11 +44,10 @@ from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftPlan, DraftSettings
-from hf_drafthead.generation.state import DecodingState, Limits, Member, Rows, Stream
+from hf_drafthead.generation.state import FAR, DecodingState, Limits, Member, Rows, Stream
 from hf_drafthead.generation.step import now
 
 FIRST_ROOM = 32  # new positions for which memory is taken at first
-FAR = 1 << 40  # where nothing limits a length
 MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most calls have equally many
 
 
@@ -127,11 +126,9 @@ def begin(
         arguments["stopping_criteria"] = stopping_criteria
     else:
         arguments |= _stop_strings_as_criterion(config, stopping_criteria, arguments)
-
-    def handed_on(*args: Any, **model_kwargs: Any) -> Any:  # with no names of ours, which a call could set
-        return then(_prefilled(model, reader, asked, *args, **model_kwargs))
-
-    return model.base.generate(inputs, custom_generate=handed_on, **arguments)
+    # with no names of ours, which a call could set
+    loop = lambda *args, **call: then(_prefilled(model, reader, asked, *args, **call))  # noqa: E731
+    return model.base.generate(inputs, custom_generate=loop, **arguments)
 
 
 def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_ids: torch.Tensor, **call: Any) -> Member:
@@ -145,12 +142,8 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
         raise Unsupported("the base has changed since the batch began")
     past = inputs.get(CACHE)
     given = getattr(past, "_is_user_defined", False)  # else the probe has looked at one as the base prepares it
-    if past is None or (given and not can_load(past)):
-        raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
-    if given and not all(number < len(past.layers) for number in reader.mixers):  # the base says what is wrong with it
-        raise Unsupported("the cache has no layers for the base's states", lasting=False)
-    if given and (rows := rows_of(past)) not in (None, len(input_ids)):
-        raise Unsupported(f"the cache holds {rows} row(s), and the call has {len(input_ids)}", lasting=False)
+    if past is None or given:
+        _check_cache(past, reader, len(input_ids))
     plan, settings = asked.plan, asked.settings
     typical = config.do_sample and settings.acceptance == "typical"  # greedy decoding is exact with it
     lookup = {"copies": asked.copies, "longest_match": config.max_matching_ngram_size, "texts": asked.texts}
@@ -184,6 +177,16 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     if asked.timed:
         member.prefilled_in = now(base.device) - start
     return member
+
+
+def _check_cache(past: Any, reader: BaseReader, rows: int) -> None:
+    """Refuse a cache of the user's own that cannot be taken over (Unsupported)."""
+    if past is None or not can_load(past):
+        raise Unsupported(f"a cache of type {type(past).__name__} cannot be compacted")
+    if not all(number < len(past.layers) for number in reader.mixers):  # the base says what is wrong with it
+        raise Unsupported("the cache has no layers for the base's states", lasting=False)
+    if (held := rows_of(past)) not in (None, rows):
+        raise Unsupported(f"the cache holds {held} row(s), and the call has {rows}", lasting=False)
 
 
 def _trees() -> Any:
@@ -252,12 +255,12 @@ def prefill(
     where the base cannot verify a tree with them, or where they cannot stand in a batch of others.
     """
     (batch, prompt_length), tree, past = input_ids.shape, plan.tree, inputs.pop(CACHE)
-    cached_length = past_length(past) if getattr(past, "_is_user_defined", False) else 0
+    own_cache = bool(getattr(past, "_is_user_defined", False))
+    cached_length = past_length(past) if own_cache else 0
     embeddings = inputs.get("inputs_embeds")
     positions = cached_length + max(prompt_length, 0 if embeddings is None else embeddings.shape[1])
-    longest = rules.max_length if rules.max_length is not None else prompt_length + FIRST_ROOM
     # the first token comes even where a criterion fires on the prompt
-    most = max(longest - prompt_length, 1)
+    most = FIRST_ROOM if rules.max_length is None else max(rules.max_length - prompt_length, 1)
     room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)
     if reader.base.device.type == "cuda":
         room += -(positions + room) % BUCKET
@@ -271,10 +274,9 @@ def prefill(
         cache.load(past)
     prompt = _prepared(reader.base, input_ids, rules.config, inputs, cache)
     logits, features, steps = _read(reader, prompt, cache, rules.config.prefill_chunk_size, others)
-    if others is not None:
-        own_cache = getattr(past, "_is_user_defined", False)
-        if steps is not others.reader or prompt.visible is not None or own_cache or prompt_length != cache.extent:
-            raise Unsupported("the prompt has inputs of its own, padding, or a cache")
+    plain = steps is reader and prompt.visible is None and not own_cache and prompt_length == cache.extent
+    if others is not None and not plain:
+        raise Unsupported("the prompt has inputs of its own, padding, or a cache")
     shift, past_shift = prompt.position_shift, cache.extent - prompt_length
     limits = _limits(rules, reader, shift, past_shift, others is not None)
     sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
@@ -311,23 +313,35 @@ def _read(
         if chunk is not None:
             raise Unsupported(f"prefill_chunk_size cannot divide the model input {', '.join(unusual)}")
         return read_and_try(reader, prompt, cache)
-    piece, between = (chunk, None) if others is None else (others.piece or chunk, others.between)
+    piece = chunk if others is None else others.piece or chunk
+    if piece is not None and prompt.arguments.get("input_ids") is not None:
+        return *_read_in_pieces(reader, prompt, cache, piece, others), reader
+    logits, features = reader(True, **prompt.arguments)
+    cache.count(features.shape[1])
+    return logits, features, reader
+
+
+def _read_in_pieces(
+    reader: BaseReader, prompt: PromptInputs, cache: SlotCache, piece: int, others: BesideOthers | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and features as of `_read`."""
     arguments, cached_length = prompt.arguments, cache.extent
-    tokens, mask, positions = (arguments.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     parts: list[torch.Tensor] = []
-    for part in [tokens] if piece is None or tokens is None else tokens.split(piece, dim=1):
-        if between is not None and parts:
-            between()
-        given, start = dict(arguments), cache.extent - cached_length
-        if part is not tokens and part is not None:
-            end = start + part.shape[1]
-            given["input_ids"] = part
-            given["attention_mask"] = None if mask is None else mask[:, : cached_length + end]
-            given["position_ids"] = None if positions is None else positions[:, start:end]
-        logits, features = reader(True, **given)
+    for part in arguments["input_ids"].split(piece, dim=1):
+        if parts and others is not None and others.between is not None:
+            others.between()
+        start = cache.extent - cached_length
+        end = start + part.shape[1]
+        of_part = {
+            "input_ids": part,
+            "attention_mask": None if mask is None else mask[:, : cached_length + end],
+            "position_ids": None if positions is None else positions[:, start:end],
+        }
+        logits, features = reader(True, **{**arguments, **of_part})
         cache.count(features.shape[1])
         parts.append(features)
-    return logits, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], reader
+    return logits, torch.cat(parts, dim=1)
 
 
 def _prepared(
@@ -386,12 +400,11 @@ def prompt_for_drafter(drafter, root, features, tokens, mask) -> tuple[torch.Ten
     if not drafter.keeps_history or tokens is None:
         return features[:, -1:], root, torch.ones(rows, dtype=torch.long, device=features.device)
     follow = torch.cat([tokens[:, 1:] if drafter.reads else tokens, root], dim=1).to(features.device)  # (B, T)
+    if not drafter.reads:
+        features = features.new_zeros(*follow.shape, 0)
     valid = torch.ones_like(follow)
     if mask is not None:
         valid[:, :length] = mask[:, -length:].to(valid)
-    if not drafter.reads:
-        features = features.new_zeros(*follow.shape, 0)
-    if mask is not None:
         order = valid.argsort(dim=1, descending=True, stable=True)
         features, follow = features.take_along_dim(order[..., None], dim=1), follow.gather(1, order)
     return features, follow, valid.sum(1)

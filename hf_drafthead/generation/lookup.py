@@ -77,12 +77,8 @@ def places_in_row(
 
     A copy that reaches the end of the text goes on with its own beginning, as a text that repeats itself does.
 
-    Args:
-        sequences: (B, W) token ids; of row b the first `lengths[b]` count.
-        lengths: (B,), at least 1.
-        count: L.
-        longest_match: tokens compared at most, at least 1.
-        vocabulary: tokens of the base; a row may hold other ids, such as placeholders, and these are not guessed.
+    Of sequences (B, W), in which the first `lengths` (B,) tokens count, L as `count`; `longest_match` tokens are
+    compared at most. A row may hold other ids than the base's, such as placeholders, and these are not guessed.
 
     >>> text = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 0], [1, 2, 3, 4, 5, 6, 7, 0]])
     >>> tokens, agreed = places_in_row(text, torch.tensor([7, 7]), count=4, longest_match=3, vocabulary=10)

@@ -1,12 +1,14 @@
-"""`generate()` of a model with draft heads: decide whether the tree can go, then let the base prepare everything."""
+"""`generate()` of a model with draft heads: decide whether the tree can go, let the base prepare everything, decode."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import reprlib
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from transformers import GenerationConfig
@@ -18,18 +20,23 @@ from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.probe import probe, try_tree
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE, GenerateDecoderOnlyOutput, GenerationMixin, with_cache
-from hf_drafthead.generation.batch import decode, with_room
+from hf_drafthead.generation.batch import Batch, with_room
 from hf_drafthead.generation.entry import Asked, CallConfig, NothingPays, begin, check_call
-from hf_drafthead.generation.lookup import TextIndex
+from hf_drafthead.generation.lookup import TextIndex, accepted_copies
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
-from hf_drafthead.generation.state import DraftHeadGenerateOutput, StepRecord, draft_vocabulary
-from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree
+from hf_drafthead.generation.state import (
+    DecodingState,
+    DraftHeadGenerateOutput,
+    Member,
+    StepRecord,
+    draft_vocabulary,
+)
+from hf_drafthead.generation.step import now
+from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree, LookupTree
 
 logger = logging.get_logger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 MOST_READERS = 16  # that are kept of one base, whose hooks and forwards may change between calls
 
@@ -70,22 +77,18 @@ class DraftHeadGenerationMixin(GenerationMixin):
         Args:
             inputs: (B, P) prompt token ids, left-padded where B > 1.
             generation_config: as in transformers; `model.generation_config` also holds the four settings below.
-            draft_tree: name of a published tree, rank paths or a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32,
-                "depth": 6, "width": 8}} or a `DynamicTree`, whose shape follows the guesses; "auto", the calibrated
-                tree as long as drafting pays on the text; by default the tree that was calibrated for this call, else
-                what costs little on this machine, see docs/trees.md.
+            draft_tree: a published tree's name, rank paths, a `DraftTree`; "dynamic", {"dynamic": {"nodes": 32}} or a
+                `DynamicTree`, whose shape follows the guesses; "auto", the calibrated tree as long as drafting pays;
+                by default the one calibrated for this call, else what costs little here, see docs/trees.md.
             acceptance: "exact" (the base's own text; under sampling its distribution and, with the same seed, its
                 tokens), or "typical" (Medusa's lossy rule: under sampling it keeps any guess that is likely enough, so
                 the text is NOT a sample of the base). Greedy decoding is exact with both.
             posterior_threshold, posterior_alpha: epsilon and delta of typical acceptance, both from 0 to 1.
             prompt_lookup_num_tokens, max_matching_ngram_size: as in transformers, but together with the heads, at every
-                batch size: where the last tokens of a row (at most 8 by default) occurred before in its text, what
-                followed there takes the place of the tree's least valuable nodes (`lookup`).
-                `draft_tree="lookup"` guesses these copies alone. A call that names neither these nor a tree copies as
-                many as were calibrated for it.
+                batch size: what followed where the last tokens (at most 8 by default) occurred before takes the place
+                of the tree's least valuable nodes; `draft_tree="lookup"` guesses these copies alone.
             lookup_texts: other texts to copy from, strings (with `tokenizer=`) or token ids, or a `TextIndex`, which is
-                made once for many calls: where one agrees with more of the last tokens (2 to 4) than the row's own text
-                does, the copy is taken there. 10 tokens are copied where `prompt_lookup_num_tokens` is not given.
+                made once for many calls. 10 tokens are copied where `prompt_lookup_num_tokens` is not given.
             use_mtp: with a base's own modules for multi-token prediction as heads, what is done anyway; with other
                 heads the base decodes by itself, as for an assistant model.
             on_step: is given a `StepRecord` after the prefill and after every step; the stages are timed for it.
@@ -236,21 +239,26 @@ class DraftHeadGenerationMixin(GenerationMixin):
             self.__dict__["_readers"] = (asked, readers)
         seen, hooked = circumstances(base)
         key = (self.drafter.reads, *seen)
-        if key not in readers:
-            while len(readers) >= MOST_READERS:
+        reader: BaseReader | str | None = readers.get(key)
+        if reader is None:
+            reader = readers[key] = self._probed(hooked)
+            while len(readers) > MOST_READERS:
                 readers.pop(next(iter(readers)), None)
-            try:
-                readers[key] = probe(base, self.drafter.reads)
-            except Unsupported as reason:
-                if not reason.lasting or hooked:
-                    raise
-                readers[key] = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
-        elif isinstance(readers[key], BaseReader) and hooked:
-            try_tree(readers[key])  # a hook may do something else in every call
-        if isinstance(readers[key], str):
-            raise Unsupported(readers[key])
+        elif isinstance(reader, BaseReader) and hooked:
+            try_tree(reader)  # a hook may do something else in every call
+        if isinstance(reader, str):
+            raise Unsupported(reader)
         self.drafter.prepare()
-        return readers[key]
+        return reader
+
+    def _probed(self, hooked: bool) -> BaseReader | str:
+        """How to run this base, or why no tree can ever be verified by it."""
+        try:
+            return probe(self.base, self.drafter.reads)
+        except Unsupported as reason:
+            if not reason.lasting or hooked:
+                raise
+            return str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
 
 
 def _batching() -> Any:
@@ -258,3 +266,85 @@ def _batching() -> Any:
     from hf_drafthead import batching
 
     return batching
+
+
+@torch.no_grad()
+def decode(
+    member: Member,
+    model: Any,
+    execution: Execution,
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> DraftHeadGenerateOutput | torch.Tensor:
+    """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended."""
+    of_member = member.reader, member.plan, execution, member
+    with contextlib.closing(Batch(model, *of_member, timed=on_step is not None)) as batch:
+        state = batch.state
+        assert state is not None
+        if on_step is not None:
+            on_step = _told(on_step, member, state)
+        while not member.has_ended(state):
+            for record in batch.step():
+                if on_step is not None:
+                    on_step(record)
+        if member.error is not None:
+            raise member.error
+        return finish(member, state)
+
+
+def _told(on_step: Callable[[StepRecord], None], member: Member, state: DecodingState) -> Callable[[StepRecord], None]:
+    """Tell `on_step` of the prefill: what tells it of a step, with the seconds since the last one was told."""
+    plan, device, last = member.plan, state.rows.sequences.device, 0.0
+
+    def tell(record: StepRecord) -> None:
+        nonlocal last
+        start, last = last, now(device)
+        record.seconds["step"] = last - start
+        if isinstance(plan.tree, LookupTree):
+            of_step = plan.tree, plan.texts_on(device), state.rows.sequences, [*state.lengths], record.tokens
+            record = replace(record, copied=functools.partial(accepted_copies, *of_step))
+        on_step(record)
+
+    last = now(device)
+    roots = state.rows.sequences.gather(1, state.rows.lengths[:, None] - 1)[..., None].tolist()
+    on_step(StepRecord(0, roots, [], [1] * len(roots), 0, {"prefill": member.prefilled_in}, plan=plan))
+    return tell
+
+
+def finish(member: Member, state: DecodingState) -> DraftHeadGenerateOutput | torch.Tensor:
+    """What the base's generate would return, in its form."""
+    rules = member.rules
+    length = max(end for end in state.ends if end is not None)
+    if rules.samples:
+        rules.random.chosen(length - rules.prompt_length)
+    if member.stream is not None:
+        member.stream.end()
+    sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
+    if rules.config.return_dict_in_generate or getattr(member.given[0], "_is_user_defined", False):
+        _unload(member, state, length)
+    return _output(member, sequences) if rules.config.return_dict_in_generate else sequences
+
+
+def _unload(member: Member, state: DecodingState, length: int) -> None:
+    """Give the ordinary cache of a call what the base's own decoding would leave in it."""
+    rows, cache, (ordinary_cache, cached_length) = state.rows, state.rows.cache, member.given
+    if (first := min(state.lengths) - 1) < length - 1:  # the base has read the padding behind a row's end, too
+        if cache.recurrent:  # what grows must not be a program's
+            cache = cache.twin()
+            cache.fixed, cache.extent = False, int(cache.lengths.max())
+        text, start = rows.sequences[:, first : length - 1], first + state.past_shift
+        member.reader.rewrite(text, cache, start, rows.position_shift, rows.visible)
+    cache.unload(ordinary_cache, cached_length, length - 1 + state.past_shift)
+
+
+def _output(member: Member, sequences: torch.Tensor) -> DraftHeadGenerateOutput:
+    """The output of a call that asked for more than token ids."""
+    rules, (rows, length) = member.rules, sequences.shape
+    steps = torch.tensor(member.counted, dtype=torch.long, device=sequences.device)
+    new = length - rules.prompt_length
+    return DraftHeadGenerateOutput(
+        sequences=sequences,
+        scores=tuple(rules.scores[:new]) if rules.keeps_scores else None,
+        logits=tuple(rules.logits[:new]) if rules.keeps_logits else None,
+        accepted_lengths=steps.reshape(-1, rows).T,
+        **{CACHE: member.given[0]},
+    )

@@ -6,6 +6,8 @@ Shapes: B rows, D positions, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_drafthead.bases.generators import (
     GENERATORS,
+    IN_USE,
     Use,
     elsewhere,
     generators_of,
@@ -206,3 +209,17 @@ class _Draws(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
             self.tell()
         return func(*args, **kwargs)
+
+
+def _forked() -> None:
+    """In a process that was forked, which has none of the other threads: generators go on from where calls begin."""
+    for generator, (thread, state) in [*IN_USE.items()]:
+        if thread != threading.get_ident():
+            del IN_USE[generator]
+            if generator.device.type == "cpu":  # a GPU is of no use there
+                generator.set_state(state)
+    GENERATORS.release()
+
+
+if hasattr(os, "register_at_fork"):  # nobody else looks at where generators stand while a process is forked
+    os.register_at_fork(before=GENERATORS.acquire, after_in_parent=GENERATORS.release, after_in_child=_forked)

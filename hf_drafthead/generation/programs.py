@@ -32,6 +32,7 @@ from hf_drafthead.generation.state import DecodingState, Limits, Rows
 MOST_PROGRAMS = 64  # kept per model, of which a step takes three; the least recently used goes first
 RECORDS = ("reduce-overhead", "max-autotune")  # modes of a compile config that ask for CUDA graphs
 MOST_ARENAS, ARENA_BYTES = 4, 2 << 30  # memory of recorded programs that is kept after a call, per model
+OF_A_LAYER = re.compile(r"_modules\['\d+'\]\.forward(\.|$)")  # in the name of a guard
 Stage = Callable[..., Any]
 
 
@@ -69,15 +70,12 @@ def compiled(function: Stage, config: CompileConfig) -> Stage:
 
         options = {**options, "post_grad_custom_pre_pass": TransposedProducts()}
     # the forward that a layer has while it is traced is gone when guards are asked
-    options = {**options, **(config.options or {}), "guard_filter_fn": lambda guards: [*map(_lasts, guards)]}
+    lasting: Stage = lambda guards: [OF_A_LAYER.search(guard.name) is None for guard in guards]  # noqa: E731
+    options = {**options, **(config.options or {}), "guard_filter_fn": lasting}
     options.pop("triton.cudagraphs", None)  # `Recorded` makes the graphs
     result = torch.compile(alone, fullgraph=True, dynamic=False, backend=config.backend, options=options)
     result.alone = alone  # type: ignore[attr-defined]
     return result
-
-
-def _lasts(guard: Any) -> bool:
-    return re.search(r"_modules\['\d+'\]\.forward(\.|$)", guard.name) is None
 
 
 class Program:
@@ -245,12 +243,8 @@ class Arena:
         self.rows = state.rows
         self.limits = state.limits = Limits(*(limit.clone() for limit in state.limits))
         self.programs: dict[Hashable, Any] = {}  # of `Recorded`
+        self.bytes = sum(block.nbytes for cache in self.rows.caches for block in cache.blocks)
         self.free = False
-
-    @property
-    def bytes(self) -> int:
-        """Of keys and values."""
-        return sum(block.nbytes for cache in self.rows.caches for block in cache.blocks)
 
     def take(self, state: DecodingState, padding: int) -> None:
         """Let a call go on here; `padding` is the token behind the end of a row."""
@@ -265,13 +259,10 @@ class Arena:
 
 def out_of_arena(rows: Rows) -> Rows:
     """Rows with tensors of their own, and caches that will not touch an arena's once they are resized."""
-
-    def taken_along(leaf: Any) -> Any:
-        if isinstance(leaf, SlotCache):
-            return leaf.twin()
-        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-    moved: Rows = tree_map(taken_along, rows)
+    twins = {id(cache): cache.twin() for cache in rows.caches}
+    moved: Rows = tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else twins.get(id(leaf), leaf), rows
+    )
     return moved
 
 
@@ -283,7 +274,7 @@ class Programs:
         self.compiled: list[Any] = []  # of `Program`, the most recently used one last
         self.arenas: OrderedDict[Hashable, Arena] = OrderedDict()
         self.refused: set[Hashable] = set()
-        self.compiles = False  # whether a call compiles; others, whose steps would wait, run theirs eagerly
+        self.compiles = threading.Lock()  # held by the call that compiles; others, which would wait, run steps eagerly
 
     def fitting(self, made_for: Hashable, arguments: tuple) -> Any:
         """The program that was made for this and holds for the arguments, or None."""
@@ -303,14 +294,12 @@ class Programs:
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
         """Compile meanwhile; NotCaptured where another call does."""
-        with self.lock:
-            if self.compiles:
-                raise NotCaptured("")
-            self.compiles = True
+        if not self.compiles.acquire(blocking=False):
+            raise NotCaptured("")
         try:
             yield
         finally:
-            self.compiles = False
+            self.compiles.release()
 
     def take_arena(self, key: Hashable) -> Arena | None:
         """The memory that is kept under a key, if no other call is in it."""

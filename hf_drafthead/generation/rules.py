@@ -33,7 +33,7 @@ from hf_drafthead.bases.releases import (
     temperature_of,
 )
 from hf_drafthead.generation.grammar import Grammar
-from hf_drafthead.generation.noise import NOTHING_DRAWN, NoiseTape, RandomNumbers
+from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
 
 
@@ -88,11 +88,6 @@ class Rules:
         self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and not known
         self.grammar = Grammar.of(self) if self.processors else None
 
-    @property
-    def tape(self) -> NoiseTape | None:
-        """The noise of the base's sampling; None where it does not sample."""
-        return self.random.tape
-
     def choose(
         self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
@@ -107,14 +102,17 @@ class Rules:
             self._keep(self.scores, rows, scores, lengths)
         if self.keeps_logits:
             self._keep(self.logits, rows, logits, lengths)
-        if not self.samples:
-            return scores.argmax(-1)
+        return self._sampled(rows, scores, lengths) if self.samples else scores.argmax(-1)
+
+    def _sampled(self, rows: list[int], scores: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        """What the base draws of scores (g, V)."""
         chances = scores.softmax(-1)
         if not chances.isfinite().all():
             raise RuntimeError(NOT_A_DISTRIBUTION)
         positions = [lengths[row] - self.prompt_length for row in rows]
-        assert self.tape is not None
-        noise = torch.stack([self.tape.noise(position, chances)[row] for row, position in zip(rows, positions)])
+        tape = self.random.tape
+        assert tape is not None
+        noise = torch.stack([tape.noise(position, chances)[row] for row, position in zip(rows, positions)])
         self.random.chosen(max(self.random.position, *(position + 1 for position in positions)))
         return (chances / noise).argmax(-1)
 
@@ -145,7 +143,7 @@ class Rules:
 
         What rows that are not `moving` get has no meaning.
         """
-        tape = self.tape
+        tape = self.random.tape
         if tape is None:
             return None
         latest = max(lengths)
@@ -170,6 +168,9 @@ class Rules:
         if self.on_device:
             assert self.max_length is not None
             return [token in self.eos_tokens or lengths[row] >= self.max_length for row, token in zip(rows, newest)]
+        return self._criteria(rows, sequences, lengths)
+
+    def _criteria(self, rows: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
         if self.lockstep:
             scores = tuple(self.scores) if self.keeps_scores else None
             with self.random.lent() if self.asks_others else contextlib.nullcontext():

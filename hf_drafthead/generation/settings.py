@@ -19,57 +19,11 @@ ACCEPTANCES = ("exact", "typical")
 
 
 @dataclass(frozen=True)
-class DraftPlan:
-    """How one call drafts and accepts, once everything about the call is known, and why.
-
-    tree: that its steps fill; acceptance, posterior_threshold, posterior_alpha: see `DraftSettings`; texts: others to
-    copy from; sizes: its `begin` makes what says how many nodes each step takes, see `trees.sizes.SizeRule`; why: where
-    the tree comes from, and what was measured, in sentences; base_decodes: by itself, for nothing pays.
-    """
-
-    tree: Tree
-    acceptance: str = "exact"
-    posterior_threshold: float = 0.09
-    posterior_alpha: float = 0.3
-    texts: TextIndex | None = None
-    sizes: Any = field(default=None, compare=False)
-    why: str = field(default="the call names its tree", compare=False)
-    base_decodes: bool = False
-
-    def __str__(self) -> str:
-        nodes = f"{self.tree.num_nodes} nodes" if self.tree.num_nodes > 1 else "nothing"
-        copies = f" with {self.tree.copies} copied tokens" if isinstance(self.tree, LookupTree) else ""
-        return f"{nodes}{copies}{', as many as pay on the text' if self.sizes else ''}: {self.why}"
-
-    def with_lookup(
-        self, copies: int, longest_match: int | None, vocabulary: int, texts: TextIndex | None = None
-    ) -> DraftPlan:
-        """The same plan with copies from the text, and from other texts, in the tree, see `LookupTree`.
-
-        Raises:
-            ValueError: numbers of tokens that are none.
-        """
-        assert not isinstance(self.tree, LookupTree)
-        tree = LookupTree.around(self.tree, copies, longest_match, vocabulary)
-        return replace(self, tree=tree, texts=texts, base_decodes=False)
-
-    def texts_on(self, device: torch.device) -> HeldTexts | None:
-        """The other texts on a device; None where there are none."""
-        return None if self.texts is None else self.texts.on(device)
-
-
-@dataclass(frozen=True)
 class DraftSettings:
-    """How calls draft and accept, as a generation config stores it.
+    """How calls draft and accept, as a generation config stores it; TypeError or ValueError where that is not possible.
 
-    Args:
-        draft_tree, acceptance, posterior_threshold, posterior_alpha: see `DraftHeadGenerationMixin.generate`.
-        calibration: which tree was measured to be the fastest, an entry for each situation (see `trees.entries`); the
-            entry that fits a call comes before `draft_tree`.
-
-    Raises:
-        TypeError: a setting of another type.
-        ValueError: a setting that is out of range.
+    See `generate`. calibration: which tree was measured to be the fastest, an entry for each situation (see
+    `trees.entries`); the entry that fits a call comes before `draft_tree`.
     """
 
     draft_tree: Any = DEFAULT_TREE
@@ -111,11 +65,7 @@ class DraftSettings:
 
     @classmethod
     def from_config(cls, config: Any, **overrides: Any) -> DraftSettings:
-        """The settings given, else the generation config's, else the defaults; None is a setting not given.
-
-        Raises:
-            TypeError, ValueError: as the class does.
-        """
+        """The settings given, else the generation config's, else the defaults; None is a setting not given."""
         arguments = {name: value for name, value in overrides.items() if value is not None}
         settings = cls(**{**cls.stored_in(config), **arguments})
         for name in ("posterior_threshold", "posterior_alpha"):
@@ -133,8 +83,38 @@ class DraftSettings:
             while len(_RESOLVED) >= MOST_RESOLVED:
                 _RESOLVED.pop(next(iter(_RESOLVED)), None)
             _RESOLVED[key] = resolve(self.draft_tree, max_depth, vocabulary)
-        return self.with_tree(_RESOLVED[key])
+        return DraftPlan(_RESOLVED[key], self)
 
-    def with_tree(self, tree: Tree) -> DraftPlan:
-        """The plan with this tree."""
-        return DraftPlan(tree, self.acceptance, self.posterior_threshold, self.posterior_alpha)
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """How one call drafts and accepts, once everything about the call is known, and why.
+
+    tree: that its steps fill; settings: by which nodes are accepted; texts: others to copy from; sizes: its `begin`
+    makes what says how many nodes each step takes, see `trees.sizes.SizeRule`; why: where the tree comes from, and what
+    was measured, in sentences; base_decodes: by itself, for nothing pays.
+    """
+
+    tree: Tree
+    settings: DraftSettings = field(default=DraftSettings(), compare=False)
+    texts: TextIndex | None = None
+    sizes: Any = field(default=None, compare=False)
+    why: str = field(default="the call names its tree", compare=False)
+    base_decodes: bool = False
+
+    def __str__(self) -> str:
+        nodes = f"{self.tree.num_nodes} nodes" if self.tree.num_nodes > 1 else "nothing"
+        copies = f" with {self.tree.copies} copied tokens" if isinstance(self.tree, LookupTree) else ""
+        return f"{nodes}{copies}{', as many as pay on the text' if self.sizes else ''}: {self.why}"
+
+    def with_lookup(
+        self, copies: int, longest_match: int | None, vocabulary: int, texts: TextIndex | None = None
+    ) -> DraftPlan:
+        """The same plan with copies from the text, and from other texts, in the tree, see `LookupTree.around`."""
+        assert not isinstance(self.tree, LookupTree)
+        tree = LookupTree.around(self.tree, copies, longest_match, vocabulary)
+        return replace(self, tree=tree, texts=texts, base_decodes=False)
+
+    def texts_on(self, device: torch.device) -> HeldTexts | None:
+        """The other texts on a device; None where there are none."""
+        return None if self.texts is None else self.texts.on(device)

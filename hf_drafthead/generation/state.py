@@ -19,6 +19,7 @@ from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation.noise import NOTHING_DRAWN
 
+FAR = 1 << 40  # where nothing limits a length
 # What `torch.multinomial` says, with which the base samples.
 NOT_A_DISTRIBUTION = "probability tensor contains either `inf`, `nan` or element < 0"
 

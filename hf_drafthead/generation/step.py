@@ -1,12 +1,12 @@
-"""One step: draft, verify, walk, commit. Each stage returns what it found, and `DecodingState.keep` takes it over.
+"""The stages of a step: draft, verify, walk, commit. Each returns what it found; `Batch` takes it over.
 
     draft    the drafter guesses the tokens of a tree below the root, the token that the base chose last
     verify   the base runs once over all nodes; each sees its row's past and its ancestors
     walk     down from the root as long as a child carries what the base chooses (`acceptance`)
     commit   keep keys, values and hidden states of the nodes walked; the last choice is the next root
 
-`Step.__call__` is the step of every call, and of many at once. Draft, verify and commit see tensors and modules alone:
-they may be compiled or recorded. The walk asks the user's processors and criteria, and is run as it stands.
+They see tensors and modules alone, so that they may be compiled or recorded. A walk that asks the user's processors and
+criteria is no stage, and runs as it stands (`Batch.walk`).
 
 Shapes: B rows, N nodes, D nodes on the longest path, F*H features, V vocabulary.
 """
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,35 +25,22 @@ from hf_drafthead.bases.errors import DoesNotFit, out_of_memory
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.bases.topology import Topology
-from hf_drafthead.generation.acceptance import typical_choices, walk_greedily, walk_on_device, walk_on_host
+from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.grammar import copies_below
 from hf_drafthead.generation.lookup import Copies, with_copies
-from hf_drafthead.generation.state import (
-    Candidates,
-    DecodingState,
-    Limits,
-    Member,
-    Outcome,
-    Rows,
-    RowWalk,
-    Verified,
-    Walk,
-    are_numbers,
-    running,
-)
+from hf_drafthead.generation.state import Candidates, Limits, Rows, Verified, Walk, are_numbers
 from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
 MOST_STAGES = 64  # that are kept of one base
-MOST_PENDING = 128  # positions that wait for the drafter while nothing is drafted
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stages:
-    """The stages of a step with one tree. They hold the base and the drafter, and nothing of a call.
+    """The stages of steps with one tree. They hold the base and the drafter, and nothing of a call.
 
     What they return is made anew: of a tuple made by `_replace` a program returns in torch 2.11 one without its fields.
     heads: the tree without copies; values: (1, N) by which its nodes go where copies need their place; observer: the
-    drafter, None where nothing but copies is guessed.
+    drafter, None where nothing but copies is guessed; defers: what is verified may wait until it observes.
     """
 
     reader: BaseReader
@@ -65,6 +51,7 @@ class Stages:
     topology: Any = None
     values: Any = None
     observer: Any = None
+    defers: bool = False
 
     @classmethod
     def of(cls, reader: BaseReader, drafter: Any, tree: Tree, device: torch.device) -> Stages:
@@ -77,25 +64,21 @@ class Stages:
             values = torch.tensor([[-0.7 * (len(path) + sum(path)) for path in ((), *heads.paths)]], device=device)
         copies_alone = isinstance(tree, LookupTree) and tree.copies > 0 and heads.num_nodes == 1
         observer = None if copies_alone else drafter
+        defers = tree.num_nodes == 1 and drafter.keeps_history
         static = heads.levels(device), heads.topology(device), values
-        return cls(reader, drafter, tree, heads, *static, observer)
+        return cls(reader, drafter, tree, heads, *static, observer, defers)
 
     def draft(
         self, rows: Rows, limits: Limits, tilt: Any, texts: Any = None, certain: Any = None, pays: Any = None
     ) -> tuple[Any, Candidates]:
         """Let the drafter fill the tree below each row's newest token, see `fill_static`; also returns its state.
 
-        Below a row that has ended there is padding alone. `texts`: others to copy; `certain`: (B, C), -1 behind an end;
-        `pays`: chooses among the nodes of a static tree, see `trees.sizes.Weighed`.
+        `texts`: others to copy; `certain`: (B, C), -1 behind an end; `pays`: see `trees.sizes.Weighed`.
         """
         tree, root = self.tree, rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
         copied = copies_below(certain, tree, rows, texts) if isinstance(tree, LookupTree) else None
-        if isinstance(self.heads, DynamicTree):
-            draft_state, candidates = self.fill_dynamic(rows.draft_state, root, tilt, copied)
-        else:
-            draft_state, candidates = self.fill_static(rows.draft_state, root, tilt, pays)
-            if copied is not None or pays is not None:
-                candidates = self._best(candidates, copied, pays)
+        fill = self.fill_dynamic if isinstance(self.heads, DynamicTree) else self.fill_static
+        draft_state, candidates = fill(rows.draft_state, root, tilt, copied, pays)
         if len(root) == 1 or candidates.tokens.shape[1] == 1:  # once a single row has ended, no step of it counts
             return draft_state, candidates
         embedded = limits.padding.clamp(0, self.reader.vocabulary - 1)  # where no row is padded it may be any number
@@ -103,7 +86,7 @@ class Stages:
         return draft_state, Candidates(torch.cat([root, below], dim=1), candidates.topology)
 
     def fill_static(
-        self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, pays: Any = None
+        self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None, copied: Copies | None, pays: Any
     ) -> tuple[Any, Candidates]:
         """Fill a static tree below the root (B, 1) by level, as far as that pays; also returns the drafter's state.
 
@@ -119,12 +102,18 @@ class Stages:
             tokens = torch.cat([tokens, guessed[:, slots, level.ranks].to(tokens.device)], dim=1)
             if pays is not None and not pays.goes_on(level, scores, below):
                 break
-        return draft_state, Candidates(tokens, self.topology)
+        candidates = Candidates(tokens, self.topology)
+        return draft_state, candidates if copied is pays is None else self._best(candidates, copied, pays)
 
     def fill_dynamic(
-        self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None = None, copied: Copies | None = None
+        self,
+        draft_state: Any,
+        root: torch.Tensor,
+        tilt: torch.Tensor | None = None,
+        copied: Copies | None = None,
+        pays: None = None,
     ) -> tuple[Any, Candidates]:
-        """As `fill_static`, of a dynamic tree, copies included: every shape is the tree's.
+        """As `fill_static`, of a dynamic tree: every shape is the tree's.
 
         Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the
         likeliest node's first. Those that are kept stay in this order.
@@ -205,170 +194,17 @@ class Stages:
         return Rows(rows.sequences, lengths, ends, rows.position_shift, rows.visible, draft_state, rows.cache)
 
 
-def stages_of(reader: BaseReader, drafter: Any, tree: Tree, device: torch.device) -> Stages:
-    """The stages of steps with a tree; they are kept with the reader, unless it holds something of a call."""
-    if reader.more:
-        return Stages.of(reader, drafter, tree, device)
-    key = id(drafter), id(tree), device
-    if key not in reader.stages:
-        while len(reader.stages) >= MOST_STAGES:
-            reader.stages.pop(next(iter(reader.stages)), None)
-        reader.stages[key] = Stages.of(reader, drafter, tree, device)
-    kept: Stages = reader.stages[key]
-    return kept
+def stages_of(key: tuple[int, int, torch.device], reader: BaseReader, drafter: Any, tree: Tree) -> Stages:
+    """The stages of steps with a tree, made and kept with the reader: by drafter, tree and device."""
+    while len(reader.stages) >= MOST_STAGES:
+        reader.stages.pop(next(iter(reader.stages)), None)
+    stages = reader.stages[key] = Stages.of(reader, drafter, tree, key[-1])
+    return stages
 
 
 def deepest(limits: Limits, cache: SlotCache) -> torch.Tensor:
     """(B,) depth of the deepest nodes at positions that the base can be asked about."""
     return (limits.last_position - cache.lengths[:, None]).clamp(min=0)[:, 0]
-
-
-class Step:
-    """The steps of a batch with one tree: its calls share the draft and the forward, and each walks by its own rules.
-
-    timed: note the seconds of every stage, for which the host waits after each; ahead: the host may launch the next
-    step before it reads this one's outcome, where nothing is asked of it.
-    """
-
-    def __init__(self, batch: Any, tree: Tree, *, device: torch.device, timed: bool, ahead: bool):
-        self.plan, self.members, self.shared, drafter = batch.largest, batch.members, batch.shared, batch.drafter
-        first = next((member.rules for member in self.members if member is not None), None)
-        rules = None if self.shared else first  # of the only call; programs must know nothing of those that may join
-        self.stages = stages_of(batch.reader, drafter, tree, device)
-        self.tree, self.num_nodes, self.depth, self.device = tree, tree.num_nodes, tree.max_depth + 1, device
-        self.padding = 0 if rules is None else rules.pad_token
-        self.samples = rules is None or rules.samples
-        # some tokens to the base's choice
-        self.typical = self.plan.acceptance == "typical" and rules is not None and bool(rules.config.do_sample)
-        self.ahead = ahead and rules is not None and rules.greedy and not self.typical
-        self.texts = self.plan.texts_on(device) if isinstance(tree, LookupTree) else None
-        self.defers = drafter.keeps_history and tree.num_nodes == 1
-        self.seconds: dict[str, float] = {}  # of the stages of a step, where they are timed
-        self.timed: Any = None
-        if timed:
-            names = ("draft", "verify", "commit")
-            self.timed = SimpleNamespace(**{name: self._timed(name, getattr(self.stages, name)) for name in names})
-            vars(self).update(walk=self._timed("walk", self.walk), tilts=self._timed("draft", self.tilts))
-
-    def __call__(self, state: DecodingState, stages: Any = None) -> Outcome:
-        """Take one step from a state that has room for it; `stages` are programs of them, where there are any."""
-        stages, rows, limits = stages or self.timed or self.stages, state.rows, state.limits
-        tilt = self.tilts(state) if self.samples else None
-        with shortage_undone(state.caches):
-            draft_state, candidates = stages.draft(rows, limits, tilt, self.texts, state.certain, state.pays)
-            verified = stages.verify(rows, limits, candidates)
-        walk = self.walk(state, candidates, verified, stages)
-        later = [(verified.features, walk.tokens, walk.observed)] if self.defers else []
-        state.keep(stages.commit(rows, draft_state, verified.features, walk, not later), state.pending + later)
-        packed, seconds, self.seconds = walk.packed, self.seconds, {}
-        ready = torch.cuda.current_stream(packed.device).record_event() if packed.is_cuda else None
-        return Outcome(packed, seconds, candidates.tokens.shape[1], ready)
-
-    def _timed(self, name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage whose seconds are noted, for which the host waits before and after it."""
-
-        def run(*arguments: Any) -> Any:
-            start = now(self.device)
-            result = stage(*arguments)
-            self.seconds[name] = self.seconds.get(name, 0.0) + now(self.device) - start
-            return result
-
-        return run
-
-    def calls(self) -> list[Member]:
-        """Who is in the batch and has not failed, each once."""
-        found = [member for member in self.members if member is not None and member.error is None]
-        return found if len(found) < 2 else list(dict.fromkeys(found))
-
-    def tilts(self, state: DecodingState) -> torch.Tensor | None:
-        """How the noise with which the base will choose tilts the guesses (B, D, V); None where nobody samples.
-
-        Members keep their noise (g, D, V) for the walk.
-        """
-        tilts: dict[int, torch.Tensor] = {}
-        vocabulary = self.stages.reader.vocabulary
-        for member in (member for member in self.calls() if member.rules.samples):
-            part, rules = slice(member.rows.start, member.rows.stop), member.rules
-            try:
-                moving = running(state.lengths[part], state.ends[part], rules.pads)
-                noise = rules.noise_ahead(state.lengths[part], moving, self.depth, vocabulary)
-                if noise is None:  # "typical" chooses without
-                    continue
-                member.noise = noise.to(self.device)
-                tilt = rules.tilt(noise).to(self.device)
-                if len(member.rows) == len(state.lengths):
-                    return tilt
-                tilts |= zip(member.rows, tilt)
-            except BaseException as error:
-                member.error = error
-        if not tilts and not (self.shared and state.rows.cache.fixed):  # a program takes the same in every step
-            return None
-        shape = next((tilt.shape for tilt in tilts.values()), (self.depth, vocabulary))
-        nothing = torch.zeros(shape, device=self.device)
-        return torch.stack([tilts.get(row, nothing) for row in range(len(state.lengths))])
-
-    def walk(self, state: DecodingState, candidates: Candidates, verified: Verified, stages: Any) -> Walk:
-        """Each call's walk: on the device where it can be; a CPU looks at few nodes."""
-        if self.ahead:  # the next replay may be launched before this one's outcome is read
-            walk: Walk = stages.walk(state.rows, state.limits, candidates, verified)
-            return walk._replace(packed=walk.packed.clone())
-        logits, calls = verified.logits, self.calls()
-        on_cpu = self.device.type == "cpu"  # which looks at few nodes
-        at_once = [member for member in calls if member.rules.on_device and (self.typical or not on_cpu)]
-        together = self._walk_at_once(at_once, state, candidates, logits) if at_once else None
-        rows_at_once = {row for member in at_once for row in member.rows}
-        if together is not None and len(rows_at_once) == len(state.lengths):
-            return together
-        walks: list[RowWalk] = [(0, 0, end, [], []) for end in state.ends]  # nobody's, and of those that failed
-        for member in calls:
-            if member not in at_once:
-                try:
-                    walks[member.rows.start : member.rows.stop] = self._walk_alone(member, state, candidates, logits)
-                except BaseException as error:  # of a processor, a criterion, a streamer: it ends this call alone
-                    member.error = error
-        depth = self.depth if state.rows.cache.fixed or together is not None else None
-        apart = Walk.of_rows(walks, depth, self.padding, self.device)
-        if together is None:
-            return apart
-        mask = torch.tensor([row in rows_at_once for row in range(len(walks))], device=self.device)[:, None]
-        return Walk(torch.where(mask, together.packed, apart.packed))  # type: ignore[call-arg]
-
-    def _walk_at_once(
-        self, calls: list[Member], state: DecodingState, candidates: Candidates, logits: torch.Tensor
-    ) -> Walk:
-        """The walk of all rows of some calls; what it says of others has no meaning."""
-        logits = logits.to(self.device)
-        reach = deepest(state.limits, state.rows.cache)
-        choice, valid = logits.argmax(-1), are_numbers(logits)
-        for member in calls:
-            if member.rules.greedy and not self.typical:
-                continue
-            part = slice(member.rows.start, member.rows.stop)
-            depths = candidates.topology.depths
-            of_rows = depths if len(depths) == 1 else depths[part]
-            chosen, sound = member.rules.choose_everywhere(logits[part], of_rows, member.noise)
-            if self.typical:  # a call without others
-                chances = member.rules.scores_everywhere(logits).float().softmax(-1)
-                likely = typical_choices(
-                    chances, candidates, reach, self.plan.posterior_threshold, self.plan.posterior_alpha
-                )
-                chosen, sound = torch.where(likely < 0, chosen, likely), sound & chances.sum(-1).isfinite()
-            choice[part], valid[part] = chosen, sound
-        return walk_on_device(choice, valid, candidates, state.rows, state.limits, reach)
-
-    def _walk_alone(
-        self, member: Member, state: DecodingState, candidates: Candidates, logits: torch.Tensor
-    ) -> list[RowWalk]:
-        """The walk of a call's rows, as if these were all."""
-        rules, show = member.rules, None if member.stream is None else member.stream.show
-        if len(member.rows) < len(state.lengths):
-            part = slice(member.rows.start, member.rows.stop)
-            topology = Topology(*(tensor if len(tensor) == 1 else tensor[part] for tensor in candidates.topology))
-            candidates, logits = Candidates(candidates.tokens[part], topology), logits[part]
-            state = state.view(member.rows)
-        if rules.greedy and show is None:
-            return walk_greedily(logits, candidates, state, rules)
-        return walk_on_host(logits, candidates, state, rules, show)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -96,6 +96,9 @@ class DraftTree:
         self.depths = (0, *map(len, paths))
         self.num_nodes = self.slots = len(number)
         self.max_depth = self.depths[-1]
+        self._children: list[list[int]] = [[] for _ in self.parents]
+        for child, parent in enumerate(self.parents[1:], start=1):
+            self._children[parent].append(child)
         self._topologies: dict[torch.device, Topology] = {}
         self._levels: dict[torch.device, tuple[Level, ...]] = {}
 
@@ -113,14 +116,7 @@ class DraftTree:
 
     def children(self, node: int) -> tuple[int, ...]:
         """The nodes that hang on `node`, best rank first."""
-        return self._children[node]
-
-    @functools.cached_property
-    def _children(self) -> list[tuple[int, ...]]:
-        children: list[list[int]] = [[] for _ in range(self.num_nodes)]
-        for child, parent in enumerate(self.parents[1:], start=1):
-            children[parent].append(child)
-        return [*map(tuple, children)]
+        return (*self._children[node],)
 
     def cut(self, max_depth: int) -> DraftTree:
         """The same tree without the levels below `max_depth` (at least 1)."""
@@ -324,21 +320,17 @@ class LookupTree:
 Tree = DraftTree | DynamicTree | LookupTree
 
 
-def copies_alone(tree: Tree) -> bool:
+def copies_alone(tree: Tree) -> TypeGuard[LookupTree]:
     """Whether copies from the text are all that a step with this tree guesses."""
     return isinstance(tree, LookupTree) and tree.tree.num_nodes == 1
 
 
 def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
-    """The tree that a `draft_tree` setting names, checked against what the heads can guess.
+    """The tree that a `draft_tree` setting names; TypeError or ValueError where these heads cannot fill it.
 
-    Args:
-        tree: "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; "lookup"
-            or no path at all, the root alone; or what `DraftTree.resolve` takes.
-        max_depth, vocabulary: the number of heads, None where the drafter can go on for ever; tokens they choose among.
-
-    Raises:
-        TypeError, ValueError: no such tree, or one that these heads cannot fill.
+    "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; "lookup" or no path
+    at all, the root alone; or what `DraftTree.resolve` takes. Of so many heads, None where the drafter can go on for
+    ever, which choose among so many tokens.
     """
     if tree in (LOOKUP, []):
         return DraftTree.root_alone()

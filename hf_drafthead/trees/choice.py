@@ -70,7 +70,7 @@ def choose(
     plan = plan.with_lookup(copies, longest_match, model.base.config.get_text_config(decoder=True).vocab_size, texts)
     if plan.sizes is not None:
         return replace(plan, sizes=replace(plan.sizes, tree=plan.tree))
-    if key.on_cpu and plan.acceptance == "exact" and copies_alone(plan.tree):
+    if key.on_cpu and plan.settings.acceptance == "exact" and copies_alone(plan.tree):
         size = Size(plan.tree.num_nodes, 0)
         return sized(plan, key, costs({size: plan.tree}) or NodeCosts({size: UNMEASURED}))
     return plan
@@ -94,7 +94,7 @@ def of_entry(calibrated: Calibrated, settings: DraftSettings, key: CalibrationKe
     why += "" if calibrated.speedup is None else f", {calibrated.speedup:.2f} times as fast as the base"
     if nothing := not tree.max_depth:
         why = f"no tree paid when this call was calibrated ({key}; draft_tree= drafts all the same)"
-    plan = replace(settings.with_tree(tree), why=why, base_decodes=nothing)
+    plan = DraftPlan(tree, settings, why=why, base_decodes=nothing)
     if not (calibrated.costs and chooses(settings, key)) or (nothing and not calibrated.copies):
         return plan
     costs = NodeCosts({Size(*size): cost for size, cost in calibrated.costs.items()})
@@ -202,6 +202,7 @@ class Plans:
         self.plans: dict[int, DraftPlan] = {}
         measured = draft_tree in (None, AUTO) and model.drafter.copies is None
         self.named = None if measured else self.settings.plan(*model._guesses_among())
+        self.copies = self.config.prompt_lookup_num_tokens or model.drafter.copies or (COPIES if texts else None)
 
     def renew(self, reader: BaseReader) -> None:
         """Plan for a base that is run in this way."""
@@ -210,12 +211,13 @@ class Plans:
 
     def __call__(self, rows: int) -> DraftPlan:
         """The plan for so many rows, rounded up to a power of two; of all slots where shapes are fixed."""
+        if self.named is not None and self.copies is None:
+            return self.named
         size = self.slots if self.execution.name != "eager" else min(1 << (rows - 1).bit_length(), self.slots)
         if size not in self.plans:
             assert self.reader is not None
-            copies = self.config.prompt_lookup_num_tokens or self.model.drafter.copies
             how: dict[str, Any] = {"longest_match": self.config.max_matching_ngram_size, "texts": self.texts}
-            how |= {"named": self.named, "copies": copies or (None if self.texts is None else COPIES)}
+            how |= {"named": self.named, "copies": self.copies}
             self.plans[size] = choose(self.model, self.reader, self.settings, size, self.execution, **how)
         return self.plans[size]
 

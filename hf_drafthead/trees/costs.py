@@ -39,7 +39,7 @@ from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE, DynamicCache
 from hf_drafthead.generation.batch import Batch
 from hf_drafthead.generation.entry import prefill
-from hf_drafthead.generation.programs import NotCaptured
+from hf_drafthead.generation.programs import PROGRAMS, NotCaptured
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftPlan
@@ -282,13 +282,13 @@ def _begun(
     rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), rows, PROMPT, prompt.device, samples=False)
     inputs = {"attention_mask": torch.ones_like(prompt), CACHE: DynamicCache()}
     member = prefill(reader, model.drafter, DraftPlan(tree), prompt, rules, inputs, None)
-    batch = calls.enter_context(contextlib.closing(Batch.of_one(model, member, execution, execution.name == "eager")))
-    runner: Any = batch.runner
+    batch = Batch(model, reader, member.plan, execution, member, timed=True)
+    calls.enter_context(contextlib.closing(batch))
 
     def take() -> dict[str, float]:
         seconds = {name: each for record in batch.step() for name, each in record.seconds.items()}
-        if runner.execution.name != execution.name:
-            refused: set[Any] = runner.programs.refused
+        if batch.runner is None and execution.name != "eager":
+            refused: set[Any] = PROGRAMS[model].refused
             raise NotCaptured("", lasting=any(key[3] == tree for key in refused))
         return seconds
 

@@ -55,8 +55,8 @@ def test_a_beginning_is_still_copied_where_nothing_has_changed(own, managed, mon
     manager, gate, copied = managed(own), Gate(), []
     add(manager, (PROMPT, LONG), streamer=gate)
     assert gate.reached.wait(60)
-    beginning = manager.scheduler.batch.beginning
-    monkeypatch.setattr(manager.scheduler.batch, "beginning", lambda *of: copied.append(beginning(*of)) or copied[-1])
+    beginning = manager.batch.beginning
+    monkeypatch.setattr(manager.batch, "beginning", lambda *of: copied.append(beginning(*of)) or copied[-1])
     gate.opened.set()
     request = [*PROMPT, 5], SHORT
     assert final(manager, add(manager, request)).generated_tokens == alone(own.base, request)
@@ -116,7 +116,7 @@ def test_what_decodes_by_itself_has_log_probabilities_and_streams(settings, gues
 def test_a_handler_is_not_given_what_an_older_request_of_its_id_has_left(guessing, managed):
     manager, older, newer = managed(guessing), ([3, 4, 5], SHORT), ([6, 7], SHORT)
     add(manager, older, request_id="same")
-    while not manager.tracker.results:
+    while not manager.results:
         manager.get_result("none", timeout=0.01)
 
     async def ask():

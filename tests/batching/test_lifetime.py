@@ -106,7 +106,7 @@ def test_a_process_does_not_wait_long_for_a_thread_that_is_held(guessing, manage
     manager, gate = managed(guessing), Gate()
     name = add(manager, ([3, 4, 5], LONG), streamer=gate)
     assert gate.reached.wait(60)
-    manager._leave()
+    manager._end_with_process()
     assert manager.is_running()
     gate.opened.set()
     assert final(manager, name).error == "RuntimeError: the manager was stopped before this request was finished"
@@ -115,7 +115,7 @@ def test_a_process_does_not_wait_long_for_a_thread_that_is_held(guessing, manage
 def test_a_process_that_ends_within_a_pause_ends_the_thread(guessing, managed):
     manager = managed(guessing)
     with manager.pause():
-        manager._leave()
+        manager._end_with_process()
         assert not manager.is_running()
 
 

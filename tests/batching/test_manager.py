@@ -15,8 +15,8 @@ from transformers.generation.streamers import BaseStreamer
 from hf_drafthead.bases.errors import DoesNotFit
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.batching.scheduler import Scheduler
-from hf_drafthead.generation import batch as batches
-from hf_drafthead.generation.step import Step
+from hf_drafthead.generation import rows
+from hf_drafthead.generation.rows import SharedBatch
 from tests.bases import tiny_base
 from tests.batching.requests import TREE, add, alone, final
 from tests.batching.test_exact import MEDUSA, Counts, Fails
@@ -135,14 +135,14 @@ def test_a_long_prompt_is_given_up_within_a_piece_once_its_request_is_cancelled(
 def test_memory_that_is_short_while_a_prompt_is_read_loses_nobody(guessing, managed, monkeypatch):
     """The step between two pieces leaves fewer slots than there were when the request was begun."""
     manager, between = managed(guessing, start=False, longest_pause=0.0), Scheduler._between
-    short, step = threading.Event(), Step.__call__
+    short, step = threading.Event(), SharedBatch.take
 
-    def steps(self, state, stages=None):
+    def steps(self, state, *stages):
         if short.is_set() and len(state.lengths) > 1:
             raise DoesNotFit("no memory")
-        return step(self, state, stages)
+        return step(self, state, *stages)
 
-    monkeypatch.setattr(Step, "__call__", steps)
+    monkeypatch.setattr(SharedBatch, "take", steps)
     monkeypatch.setattr(Scheduler, "_between", lambda *given: (short.set(), between(*given)))
     requests = [([3, 4], LONG), ([5, 6], LONG), ([7, 8] * 100, SHORT)]
     names = [add(manager, each) for each in requests]
@@ -179,13 +179,13 @@ def test_an_object_that_would_end_the_process_ends_its_request(what, call, error
 def test_results_that_were_there_before_their_handler_come_first(guessing, managed, monkeypatch):
     manager, seen = managed(guessing, start=False), []
     name = add(manager, ([3, 4], SHORT), streaming=True)
-    request = manager.tracker.known[name]
+    request = manager.known[name]
 
     async def ask() -> None:
         loop = asyncio.get_running_loop()
         request.tokens = [1]
-        manager.tracker.deliver(request)
-        later, call_soon = threading.Thread(target=manager.tracker.deliver, args=(request,)), loop.call_soon
+        manager.deliver(request)
+        later, call_soon = threading.Thread(target=manager.deliver, args=(request,)), loop.call_soon
 
         def slow(*given, **named):
             monkeypatch.setattr(loop, "call_soon", call_soon)
@@ -241,7 +241,7 @@ def test_a_manager_that_is_started_while_it_drains_goes_on(held, guessing):
     manager.stop(block=False)
     waiter = threading.Thread(target=manager.join)
     waiter.start()
-    while not manager.tracker.changed._waiters:
+    while not manager.changed._waiters:
         waiter.join(0.01)
     manager.start()
     later = add(manager, ([5], SHORT))
@@ -285,7 +285,7 @@ def test_a_request_that_fails_ends_alone(held, guessing):
 
 def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, monkeypatch):
     manager, name, go_on = held
-    broken, walk = threading.Event(), Step.walk
+    broken, walk = threading.Event(), SharedBatch.walk
 
     def breaks(self, *given):
         if not broken.is_set():
@@ -293,7 +293,7 @@ def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, mo
             raise ArithmeticError("the base's own")
         return walk(self, *given)
 
-    monkeypatch.setattr(Step, "walk", breaks)
+    monkeypatch.setattr(SharedBatch, "walk", breaks)
     go_on()
     assert final(manager, name).error == "ArithmeticError: the base's own"
     assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(guessing.base, ([5], SHORT))
@@ -303,7 +303,7 @@ def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, mo
 def test_an_error_of_what_all_share_ends_requests_and_not_the_manager(where, guessing, managed, monkeypatch):
     """Wherever it comes from, nobody waits for ever, and who asks later is answered."""
     manager, failing = managed(guessing, start=False, slots=2), [1, 1]
-    place = batches if where == "vacate" else type(guessing) if where == "_base_reader" else batches.Batch
+    place = rows if where == "vacate" else type(guessing) if where == "_base_reader" else SharedBatch
     works = getattr(place, where)
 
     def fails(*given):
@@ -323,7 +323,7 @@ def test_an_error_of_what_all_share_ends_requests_and_not_the_manager(where, gue
         assert result.generated_tokens == (
             expected if result.error is None else expected[: len(result.generated_tokens)]
         )
-    assert final(manager, add(manager, ([5], SHORT))).error is None and not manager.tracker.known
+    assert final(manager, add(manager, ([5], SHORT))).error is None and not manager.known
 
 
 def test_calls_that_would_wait_for_their_own_thread_are_refused(guessing, managed):
@@ -353,20 +353,20 @@ def test_where_memory_is_short_fewer_rows_go_on(fixed, guessing, managed, monkey
     if fixed:
         request.getfixturevalue("untraced")
     config = GenerationConfig(cache_implementation="static") if fixed else None
-    manager, noise = managed(guessing, start=False, slots=4, generation_config=config), Step.tilts
+    manager, noise = managed(guessing, start=False, slots=4, generation_config=config), SharedBatch.tilts
     requests = [([5 + number], {"max_new_tokens": 40, "eos_token_id": None, "do_sample": True, "seed": number})
                 for number in range(6)]  # fmt: skip
     names = [add(manager, each) for each in requests]
     steps = 0
 
-    def short(self, state):
+    def short(self, *given):
         nonlocal steps
         steps += 1
         if steps >= 4 and sum(member is not None for member in self.members) > 1:
             raise DoesNotFit("out of memory")
-        return noise(self, state)
+        return noise(self, *given)
 
-    monkeypatch.setattr(Step, "tilts", short)
+    monkeypatch.setattr(SharedBatch, "tilts", short)
     manager.start()
     assert [final(manager, name).generated_tokens for name in names] == [
         alone(guessing.base, each) for each in requests
@@ -405,7 +405,7 @@ def test_an_event_loop_does_not_wait_for_the_queue(guessing, managed, monkeypatc
         asyncio.run(ask("third", []))
     with pytest.raises(ValueError, match="'first' has a handler, and is not finished yet: give another"):
         asyncio.run(ask("first", [6]))
-    assert [*manager.tracker.handlers] == ["first"]
+    assert [*manager.handlers] == ["first"]
 
 
 def test_several_threads_ask_at_once(guessing, managed):
@@ -455,7 +455,7 @@ def test_results_go_to_a_handler_on_the_event_loop(guessing, managed):
         return await asyncio.gather(*map(ask, range(3, 9)))
 
     assert asyncio.run(ask_all()) == [alone(guessing.base, ([start], SHORT)) for start in range(3, 9)]
-    assert not manager.tracker.handlers and not manager.tracker.results
+    assert not manager.handlers and not manager.results
 
 
 def test_a_handler_is_not_taken_from_a_request_that_runs(held):
@@ -641,13 +641,13 @@ def test_generate_batch_as_transformers_calls_it(guessing):
 def test_the_laws_of_the_loop_can_fail(fault, guessing, managed, monkeypatch):
     manager = managed(guessing, start=False, slots=2)
     if fault == "never joined":
-        monkeypatch.setattr(manager.scheduler, "_join", lambda batch, member: None)
+        monkeypatch.setattr(manager, "_join", lambda batch, member: None)
     elif fault == "delivered twice":
-        deliver = manager.tracker.deliver
-        monkeypatch.setattr(manager.tracker, "deliver", lambda request: (deliver(request), deliver(request)))
+        deliver = manager.deliver
+        monkeypatch.setattr(manager, "deliver", lambda request: (deliver(request), deliver(request)))
     else:
-        monkeypatch.setattr(batches, "vacate", lambda state, row: None)
-        monkeypatch.setattr(batches.Batch, "leave", lambda self, rows: None)
+        monkeypatch.setattr(rows, "vacate", lambda state, row: None)
+        monkeypatch.setattr(SharedBatch, "leave", lambda self, rows: None)
     names = [add(manager, ([5 + number], SHORT)) for number in range(4)]
     manager.start()
     manager.stop(timeout=2.0)

@@ -14,6 +14,7 @@ from hf_drafthead.evaluation.bench import bench
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.generation import StepRecord, step
+from hf_drafthead.generation.batch import Batch
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees.entries import CalibrationKey
@@ -191,7 +192,7 @@ def test_a_measurement_knows_whether_its_calls_were_calibrated(loaded, monkeypat
 @pytest.mark.parametrize("stage", measurement.STAGES)
 def test_a_stage_s_time_is_told_under_its_name(loaded, monkeypatch, stage):
     clock = types.SimpleNamespace(now=0.0)
-    holder = step.Step if stage == "walk" else step.Stages
+    holder = Batch if stage == "walk" else step.Stages
     right = getattr(holder, stage)
 
     def slow(*arguments, **kwargs):

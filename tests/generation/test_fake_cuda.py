@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_drafthead.bases.slots import SlotCache
 from hf_drafthead.generation import DraftTree, batch, noise
-from hf_drafthead.generation.step import Step
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt
@@ -60,18 +59,18 @@ class NothingWaits(TorchDispatchMode):
 
 
 class Reached(Exception):
-    """The first step of a call, and the state before it."""
+    """What would take the first step of a call: the batch, the state before it, the stages."""
 
 
 @pytest.fixture
 def first_step(monkeypatch):
-    """Runs a call of a model up to its first step: what would take it, and the state."""
+    """Runs a call of a model up to its first step."""
 
-    def stop(of, state, choose):
-        device = state.rows.lengths.device
-        raise Reached(Step(of, of.largest.tree, device=device, timed=False, ahead=False), state)
+    def stop(self, state, stages, runs):
+        raise Reached(copy.copy(self), state, stages)
 
-    monkeypatch.setattr(batch, "Runner", stop)
+    right = batch.Batch.take
+    monkeypatch.setattr(batch.Batch, "take", stop)
     # the stream and the generator of a GPU that is not there
     stream = types.SimpleNamespace(record_event=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
@@ -84,7 +83,9 @@ def first_step(monkeypatch):
     def run(model, **call):
         with pytest.raises(Reached) as reached:
             model.generate(**call, max_new_tokens=30)
-        return reached.value.args
+        taker, *rest = reached.value.args
+        taker.take = types.MethodType(right, taker)
+        return taker, *rest
 
     return run
 
@@ -117,15 +118,15 @@ def on_fake_gpu(model):
     return twin
 
 
-def moved(step, state, twin):
-    """Let a step and its state lie on the fake GPU."""
-    reader = dataclasses.replace(step.stages.reader, base=twin.base, output=copy.copy(step.stages.reader.output))
+def moved(taker, state, stages, twin):
+    """Let a batch and its state lie on the fake GPU: the stages there."""
+    reader = dataclasses.replace(taker.reader, base=twin.base, output=copy.copy(taker.reader.output))
     head = twin.base.get_output_embeddings()
     vars(reader.output).update(base=twin.base, head=head, logits=head, decoder=twin.base.get_decoder())
-    rules = step.members[0].rules
+    rules = taker.only.rules
     with MODE:
-        step.stages = type(step.stages).of(reader, twin.drafter, step.tree, CUDA)
-    step.device = CUDA
+        there = type(stages).of(reader, twin.drafter, stages.tree, CUDA)
+    taker.device = CUDA
     for cache in state.rows.caches:
         cache.blocks = faked(cache.blocks)
         for layer in cache.layers:
@@ -133,12 +134,13 @@ def moved(step, state, twin):
         cache.lengths = faked(cache.lengths)
     state.rows, state.limits = faked(state.rows), faked(state.limits)
     rules.device = CUDA
-    if rules.tape is not None:
+    if rules.random.tape is not None:
         states = {"get_state": lambda: None, "set_state": lambda state: None}
-        rules.tape.generator = types.SimpleNamespace(device=CUDA, **states)
-        rules.tape.drawn = faked(rules.tape.drawn)
+        rules.random.tape.generator = types.SimpleNamespace(device=CUDA, **states)
+        rules.random.tape.drawn = faked(rules.random.tape.drawn)
     for part in (*rules.processors, *rules.criteria):
         vars(part).update(faked(dict(vars(part))))
+    return there
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda family: family.name)
@@ -160,11 +162,11 @@ def cases():
 @torch.no_grad()
 def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
     model, twin = models
-    step, state = first_step(model, **prompt(rows), **CALLS[name], draft_tree=TREES[kind])
-    moved(step, state, twin)
+    taker, state, stages = first_step(model, **prompt(rows), **CALLS[name], draft_tree=TREES[kind])
+    stages = moved(taker, state, stages, twin)
     with MODE, NothingWaits() as watch:
-        outcome = step(state)
-    assert step.members[0].error is None
+        outcome = taker.take(state, stages, stages)
+    assert taker.only.error is None
     assert outcome.packed.is_cuda and len(watch.names) > 30
 
 
@@ -172,17 +174,17 @@ def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
 @torch.no_grad()
 def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
     model, twin = models
-    step, state = first_step(model, **prompt(3), draft_tree=TREES[kind])
-    moved(step, state, twin)
+    taker, state, stages = first_step(model, **prompt(3), draft_tree=TREES[kind])
+    stages = moved(taker, state, stages, twin)
     with MODE:
         for cache in state.rows.caches:
             cache.resize(64, 64)
             cache.fixed = True
         state.rows = state.rows._replace(sequences=torch.zeros(3, 128, dtype=torch.long, device=CUDA), visible=None)
-        step.ahead = True
+        taker.ahead = True
         with NothingWaits() as watch:
-            outcome = step(state)
-    assert step.members[0].error is None
+            outcome = taker.take(state, stages, stages)
+    assert taker.only.error is None
     assert outcome.packed.is_cuda and len(watch.names) > 30
 
 

@@ -5,6 +5,7 @@ import torch
 from transformers import CompileConfig
 
 from hf_drafthead.generation.step import Stages
+from hf_drafthead.trees.sizes import Sizes
 from tests.base_table import SEEING, tiny
 from tests.bases import HYBRID, tiny_base
 from tests.families import FAMILIES
@@ -147,6 +148,30 @@ def test_a_guess_of_which_the_base_makes_no_number_changes_no_text(family, kind,
         model.base.get_input_embeddings().weight[never] = value
     for call in calls:
         same(model, 3, **LONG, **captured, **call)
+
+
+def test_what_is_known_of_steps_goes_on_behind_a_guess_of_which_the_base_makes_no_number(monkeypatch):
+    """The row stands still, and the next step is one of the root alone: each is noted as what it was."""
+    model, verify, guessed = FAMILIES[0].build(tiny_base("llama-gqa", tie_word_embeddings=False)), Stages.verify, set()
+    call, noted, note = {**LONG, "draft_tree": None}, [], Sizes._note
+
+    def watched(stages, rows, limits, candidates):
+        guessed.update(candidates.tokens[:, 1:].flatten().tolist())
+        return verify(stages, rows, limits, candidates)
+
+    def listed(self, step, state):
+        noted.append((step.levels > 0, state.counted[0]))
+        return note(self, step, state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stages, "verify", watched)
+        said = same(model, **call).sequences.flatten().tolist()
+    with torch.no_grad():
+        model.base.get_input_embeddings().weight[sorted(guessed.difference(said))] = float("nan")
+    monkeypatch.setattr(Sizes, "_note", listed)
+    same(model, **call)
+    stuck = [place for place, each in enumerate(noted) if each == (True, 0)]
+    assert stuck and all(noted[place + 1] == (False, 1) for place in stuck if place + 1 < len(noted))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)

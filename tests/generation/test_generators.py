@@ -1,6 +1,9 @@
 """The process's generator belongs to whoever calls: a call leaves it where the base would, whatever raises or draws."""
 
+import os
+import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.bases import probe
-from hf_drafthead.bases.generators import refusing_draws, same_states
+from hf_drafthead.bases.generators import GENERATORS, refusing_draws, same_states
 from hf_drafthead.generation.noise import RandomNumbers
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -192,3 +195,33 @@ def test_a_request_that_begins_in_another_thread_is_no_draw_of_this_one(use):
             assert torch.equal(torch.rand(4), drawn)
     assert same_states(other, alone) and torch.equal(torch.get_rng_state(), left)
     assert mine.moved == (use == "a lent generator")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_process_that_is_forked_while_another_thread_draws_goes_on_from_where_calls_begin():
+    """And while that thread has the lock, for which it waits nowhere."""
+    torch.manual_seed(3)
+    left, drawing, forked = torch.get_rng_state(), threading.Event(), threading.Event()
+
+    def draws():
+        with RandomNumbers.of_request(CPU, seed=5).lent(at_once=True), GENERATORS:
+            torch.rand(4)
+            drawing.set()
+            time.sleep(0.2)
+        forked.wait()
+
+    thread = threading.Thread(target=draws)
+    thread.start()
+    assert drawing.wait(60)
+    child = os.fork()
+    if not child:
+        failed = 1
+        try:
+            signal.alarm(60)
+            states = in_a_thread(lambda: RandomNumbers.of_request(CPU).states)
+            failed = int(not torch.equal(states[-1], left))
+        finally:
+            os._exit(failed)
+    forked.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -5,7 +5,7 @@ import torch
 from transformers import CompileConfig
 
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.generation import runner
+from hf_drafthead.generation import batch, runner
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, prompt, shared_base
@@ -19,8 +19,8 @@ eagle = next(family for family in FAMILIES if family.name == "eagle")
 @pytest.fixture
 def warnings(monkeypatch):
     found = []
-    # `warning_once` calls this
-    monkeypatch.setattr(runner.logger, "warning", lambda text: text == runner.COMPILES or found.append(text))
+    for module in (batch, runner):  # `warning_once` calls this
+        monkeypatch.setattr(module.logger, "warning", lambda text: text == runner.COMPILES or found.append(text))
     return found
 
 

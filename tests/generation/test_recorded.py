@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 from transformers import CompileConfig
 
 from hf_drafthead.bases.slots import SlotCache
-from hf_drafthead.generation import programs, runner
+from hf_drafthead.generation import batch, programs, runner
 from hf_drafthead.generation.state import Rows
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -105,8 +105,8 @@ def test_a_text_that_outgrows_its_memory_is_recorded_again(family, recordings, w
 
 
 def test_memory_is_free_once_a_call_has_ended_whoever_holds_what_it_knew(recordings, monkeypatch):
-    model, held, step = FAMILIES[0].build(tiny_base("llama")), [], runner.Runner.step
-    monkeypatch.setattr(runner.Runner, "step", lambda self, state: (held.append(state), step(self, state))[1])
+    model, held, step = FAMILIES[0].build(tiny_base("llama")), [], batch.Batch.step
+    monkeypatch.setattr(batch.Batch, "step", lambda self: (held.append(self.state), step(self))[1])
     with pytest.raises(ZeroDivisionError):
         model.generate(**prompt(), **CALL, draft_tree=TREE, on_step=lambda record: 1 // (4 - record.step))
     for _ in range(2):
@@ -246,8 +246,8 @@ def test_how_a_call_runs(call, graphs, name, records, monkeypatch):
 
 def test_the_end_is_found_a_step_late_and_what_ran_past_it_is_dropped(recordings, monkeypatch):
     model = FAMILIES[0].build(tiny_base("llama"))
-    taken, step = [], runner.Runner.step
-    monkeypatch.setattr(runner.Runner, "step", lambda self, state: (taken.append(1), step(self, state))[1])
+    taken, step = [], batch.Batch.step
+    monkeypatch.setattr(batch.Batch, "step", lambda self: (taken.append(1), step(self))[1])
     output = model.generate(**prompt(2), **CALL, draft_tree=TREE, return_dict_in_generate=True)
     assert len(taken) == output.accepted_lengths.shape[1] + 1
 

@@ -215,13 +215,13 @@ def test_rows_that_stand_still_are_given_no_noise_of_positions_that_nobody_drew(
     at_seed()
     expected = noises(8)
     at_seed()
-    rules.tape.go_on(0, torch.get_rng_state())
-    rules.tape.noise(0, LIKE)
+    rules.random.tape.go_on(0, torch.get_rng_state())
+    rules.random.tape.noise(0, LIKE)
     found = rules.noise_ahead([5, 3, 4], [0, 2], 2, VOCABULARY)
     assert torch.equal(found[0], torch.stack([expected[3][0], expected[4][0]]))
     assert torch.equal(found[1], torch.stack([expected[3][1], expected[4][1]]))  # as the longest
     assert torch.equal(found[2], torch.stack([expected[2][2], expected[3][2]]))
-    assert sorted(rules.tape.states) == [2, 3, 4, 5]
+    assert sorted(rules.random.tape.states) == [2, 3, 4, 5]
     assert torch.equal(rules.tilt(found), found.log() * -1.0)
     assert rules_of().noise_ahead([3] * ROWS, [0], 2, VOCABULARY) is None
 

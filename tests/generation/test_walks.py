@@ -229,7 +229,7 @@ def test_the_walk_on_the_host_shows_what_it_emits_and_writes_to_nothing_that_it_
             continue
         rules, shown, sequences = rules_of(case, *(() if greedy else (Counts(),))), [], torch.full((1, WIDTH), 6)
         assert rules.greedy == greedy
-        walk = on_host(case, rules, sequences, show=shown.append)
+        walk = on_host(case, rules, sequences, stream=SimpleNamespace(show=shown.append))
         assert [int(column) for column in shown] == walk.tokens[0, : int(walk.counts)].tolist()
         assert (sequences == 6).all()
 
@@ -248,7 +248,7 @@ def test_in_lockstep_rows_stop_together_and_those_that_have_ended_emit_padding()
         if all(case.ends):
             continue
         shown: list[torch.Tensor] = []
-        walk = on_host(case, rules_of(case, Counts()), show=shown.append)
+        walk = on_host(case, rules_of(case, Counts()), stream=SimpleNamespace(show=shown.append))
         alone = {row: plain(case, row) for row in rows if not case.ends[row]}
         # A row that goes on decides how far; one that ends on the way is padded up to there, as far as it has nodes of
         # padding below it, which these have not.

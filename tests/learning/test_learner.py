@@ -219,7 +219,7 @@ def test_where_heads_cannot_learn_that_is_said_in_one_line(change, settings, lin
         change(model)
     with pytest.raises(ValueError) as refused:
         manager.learn(**settings)
-    assert str(refused.value) == line and manager.scheduler.learner is None
+    assert str(refused.value) == line and manager.learner is None
 
 
 def test_copies_of_the_text_have_nothing_to_learn():

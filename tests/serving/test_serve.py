@@ -73,7 +73,7 @@ def test_heads_learn_from_requests_that_say_so(learns, folder):
     with in_process(folder, context=1000, learn=learns) as client:
         post(client, "chat/completions", **chat)
         refused = client.post("/v1/chat/completions", json=chat | {"store": True})
-        learner = client.served.manager.scheduler.learner
+        learner = client.served.manager.learner
         assert refused.status_code == (200 if learns else 400)
         assert learner.texts.seen == 1 if learns else "`serve --learn`" in refused.text and learner is None
         assert ("hf_drafthead_learning_rounds_total 0" in client.get("/metrics").text) == learns

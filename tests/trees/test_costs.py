@@ -14,9 +14,9 @@ import hf_drafthead
 from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation import programs
+from hf_drafthead.generation.batch import Batch
 from hf_drafthead.generation.programs import PROGRAMS, Programs
-from hf_drafthead.generation.runner import Execution, Runner
-from hf_drafthead.generation.step import Step
+from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.tree import DraftTree, LookupTree
 from hf_drafthead.trees import costs, entries
 from hf_drafthead.trees.choice import SMALL_TREE
@@ -127,13 +127,13 @@ def test_a_first_call_decides_as_all_later_ones_do_and_these_measure_nothing(nam
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "draft-model"])
 def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name, rows, monkeypatch):
-    now, taken = [0.0], Runner.step
+    now, taken = [0.0], Batch.step
 
-    def step(self, state):
+    def step(self):
         now[0] += self.tree.num_nodes
-        return taken(self, state)
+        return taken(self)
 
-    monkeypatch.setattr(Runner, "step", step)
+    monkeypatch.setattr(Batch, "step", step)
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
     monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {rows: 1.0})
     model = family(name)
@@ -285,13 +285,13 @@ def test_a_cost_that_a_call_contradicts_is_measured_again_between_calls_and_one_
 
 def forwards_that_take(monkeypatch, seconds):
     """The forward of a step takes what `seconds` says of the nodes, and nothing else takes any time."""
-    taken, now = Step.__call__, itertools.count()
+    taken, now = Batch.take, itertools.count()
 
-    def step(self, state, stages=None):
-        outcome = taken(self, state, stages)
-        return outcome._replace(seconds={"verify": seconds(self.num_nodes)})
+    def step(self, state, stages, runs):
+        outcome = taken(self, state, stages, runs)
+        return outcome._replace(seconds={"verify": seconds(stages.tree.num_nodes)})
 
-    monkeypatch.setattr(Step, "__call__", step)
+    monkeypatch.setattr(Batch, "take", step)
     monkeypatch.setattr(costs, "thread_time", lambda: next(now) / 100)
 
 
@@ -399,13 +399,13 @@ def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
-    model, now, taken = family("medusa"), [0.0], Runner.step
+    model, now, taken = family("medusa"), [0.0], Batch.step
 
-    def step(self, state):
+    def step(self):
         now[0] += self.tree.num_nodes
-        return taken(self, state)
+        return taken(self)
 
-    monkeypatch.setattr(Runner, "step", step)
+    monkeypatch.setattr(Batch, "step", step)
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
     assert each(of_programs(model, TREES, rows)) == [4.0, 2.0]
 
@@ -430,11 +430,11 @@ def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypa
 def test_while_another_call_compiles_nothing_is_kept_of_compiled_steps(fresh, notices):
     """Steps of such a call are eager, and what these cost is not what steps of later calls cost."""
     model = family("medusa")
-    PROGRAMS.setdefault(model, Programs()).compiles = True
+    PROGRAMS.setdefault(model, Programs()).compiles.acquire()
     assert of_programs(model, TREES) is None and not fresh.exists() and notices == []
     nodes, text = drafted(model, compile_config=TRACED)
     assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG)) and not fresh.exists()
-    PROGRAMS[model].compiles = False
+    PROGRAMS[model].compiles.release()
     assert len(each(of_programs(model, TREES))) == 2 and len(stored()) == 1
 
 

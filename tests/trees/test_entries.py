@@ -5,6 +5,7 @@ import torch
 
 from hf_drafthead.generation import batch, runner
 from hf_drafthead.generation import grammar as stepping
+from hf_drafthead.generation.step import Stages
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.trees import entries
 from hf_drafthead.trees.entries import CalibrationKey, matching, merged
@@ -53,7 +54,7 @@ def test_a_key_names_the_machine_and_the_execution(model):
 def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, notices):
     """Where there are CUDA graphs a call that asks for nothing is recorded."""
     monkeypatch.setattr(runner, "has_graphs", lambda device: True)
-    monkeypatch.setattr(runner.Runner, "_first_run", lambda self, step, name, stage, arguments: stage(*arguments))
+    monkeypatch.setattr(runner.Runner, "_first_run", lambda self, name, arguments: getattr(Stages, name)(*arguments))
     key = CalibrationKey.of(model.base, model.drafter, 1, execution)
     others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
     model.generation_config.calibration = [*others, entry(key)]

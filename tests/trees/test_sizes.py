@@ -10,7 +10,7 @@ import torch
 from transformers import CompileConfig, GenerationConfig
 
 from hf_drafthead.bases.topology import Topology
-from hf_drafthead.generation import programs, runner
+from hf_drafthead.generation import batch, programs, runner
 from hf_drafthead.generation import step as stepping
 from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.settings import DraftSettings
@@ -293,10 +293,10 @@ def test_what_the_root_alone_verified_is_observed_before_the_next_guess(name, mo
         assert torch.equal(model.generate(**call, draft_tree="auto"), model.base.generate(**call))
         return guessed, observed
 
-    monkeypatch.setattr(runner, "MOST_PENDING", 32)
+    monkeypatch.setattr(batch, "MOST_PENDING", 32)
     waited, observed = run()
     assert observed[3:5] == [32, 40 - 32] and len(observed) < 9
-    monkeypatch.setattr(runner, "MOST_PENDING", 1)
+    monkeypatch.setattr(batch, "MOST_PENDING", 1)
     at_once, observed = run()
     assert len(waited) == len(at_once) == len(observed) > 44
     assert all(map(torch.equal, waited, at_once))
