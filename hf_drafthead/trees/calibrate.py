@@ -34,7 +34,6 @@ from hf_drafthead.trees.rank_paths import (
     TO_THE_END,
     TOKENS_ALONE,
     TreeStatistics,
-    check_prompts,
     check_temperature,
     left_padded,
     own_seed,
@@ -91,7 +90,7 @@ def calibrate(
     Raises:
         ValueError: prompts that are empty, too long or too few; sizes or a temperature out of range.
     """
-    _check(model, batch_sizes, max_nodes)
+    _check(model, prompts, batch_sizes, max_nodes)
     stored = DraftSettings.stored_in(model.generation_config).get("calibration", [])
     entries = []
     call: dict[str, Any] = {**TOKENS_ALONE, **TO_THE_END, "do_sample": bool(temperature), "min_new_tokens": None}
@@ -100,7 +99,6 @@ def calibrate(
     steps, nothing = 1 + (1 + PAIRS) * len(batch_sizes), contextlib.nullcontext(lambda part: lambda: None)
     with nothing if bar is None else bar(steps) as begin:
         prompts = [*(sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts)]
-        check_prompts(prompts)
         advance = begin("text")
         held_out = prompts[HELD_OUT - 1 :: HELD_OUT] or prompts
         rest = [prompt for number, prompt in enumerate(prompts, start=1) if number % HELD_OUT] or prompts
@@ -129,7 +127,12 @@ def calibrate(
     return entries
 
 
-def _check(model: Any, batch_sizes: Sequence[int], max_nodes: int) -> None:
+def _check(model: Any, prompts: Sequence[torch.Tensor] | None, batch_sizes: Sequence[int], max_nodes: int) -> None:
+    if prompts is not None and not len(prompts):
+        raise ValueError("there is no prompt to calibrate on: give some, or none at all for the base's own.")
+    for number, prompt in enumerate(() if prompts is None else prompts, start=1):
+        if not len(prompt):
+            raise ValueError(f"prompt {number} is empty: give at least one token.")
     if model.drafter.copies is not None:
         raise ValueError("this model has no heads and guesses copies of the text alone: there is no tree to choose.")
     if (reason := model.why_no_drafts()) is not None:

@@ -62,15 +62,6 @@ def own_seed(model: Any, seed: int = 0) -> Iterator[None]:
         yield
 
 
-def check_prompts(prompts: Sequence[torch.Tensor]) -> None:
-    """Raise ValueError where there is no prompt, or one is empty."""
-    if not prompts:
-        raise ValueError("there is no prompt to calibrate on: give some, or none at all for the base's own.")
-    for number, prompt in enumerate(prompts, start=1):
-        if not len(prompt):
-            raise ValueError(f"prompt {number} is empty: give at least one token.")
-
-
 def sampled_prompts(model: Any, count: int = 48, length: int = 32, new_tokens: int = 128) -> list[torch.Tensor]:
     """Beginnings of texts (P,) that the base writes by itself, where nobody gives any: sampled at temperature 1."""
     base = model.base
