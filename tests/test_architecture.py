@@ -269,7 +269,7 @@ ROOMS = [
     ("evaluation", 1711),
     ("cli", 1361),
     ("learning", 403),
-    ("exactness", 930),
+    ("exactness", 888),
     ("batching", 1213),
 ]
 ROOMS += [("serving", 934), ("cards", 530), ("data", 607), ("page", 202)]

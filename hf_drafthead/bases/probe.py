@@ -31,7 +31,7 @@ CHOOSES_KEYS = ("index_topk", "index_topk_blocks")
 
 
 @torch.no_grad()
-def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
+def probe(base: PreTrainedModel, reads: tuple[int | str, ...], tries: bool = True) -> BaseReader:
     """How a base is read, found out by running; Unsupported if it does not honour a tree (`try_tree`)."""
     config = base.config.get_text_config(decoder=True)
     with refusing_draws(input_device(base)):
@@ -44,7 +44,8 @@ def probe(base: PreTrainedModel, reads: tuple[int | str, ...]) -> BaseReader:
             if out_of_memory(error):
                 raise refusal("the base cannot verify a tree", error) from error
             raise
-    try_tree(reader)
+    if tries:
+        try_tree(reader)
     return reader
 
 

@@ -12,22 +12,12 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from hf_drafthead.exactness.modules import (
-    BEFORE,
-    BY_ITSELF,
-    PLAIN,
-    Inexact,
-    changed,
-    make_exact,
-    named,
-    restore,
-    row_by_row,
-)
-from hf_drafthead.exactness.trial import first_difference
+from hf_drafthead.exactness.modules import BEFORE, make_exact, restore
+from hf_drafthead.exactness.products import Inexact
+from hf_drafthead.exactness.trial import try_ways
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MOST_KINDS = 6  # of modules that only the trial finds, and one
 
 
 def exact(model: Model, on: bool = True) -> Model:
@@ -60,18 +50,8 @@ def exact(model: Model, on: bool = True) -> Model:
     base.eval()  # dropout would differ
     try:
         make_exact(base)
-        for _ in range(MOST_KINDS):
-            if (found := first_difference(base)) is None:
-                return model
-            name, way = found
-            while isinstance(base.get_submodule(name), BY_ITSELF):  # it was given other bits
-                name = name.rpartition(".")[0]
-            kind = type(base.get_submodule(name))
-            if hasattr(kind, PLAIN) or kind is type(base):
-                break
-            for module in base.modules():
-                module.__class__ = changed(kind, row_by_row) if type(module) is kind else type(module)
-        raise Inexact(f"{named(base, name)} gives other bits where a text is read {way} than token by token")
+        try_ways(base)
+        return model
     except BaseException as error:
         restore(base)
         if isinstance(error, Inexact):

@@ -1,14 +1,15 @@
 """Attention whose result depends neither on where the keys lie nor on what else is in the call.
 
-The keys that a node sees are taken in the order of their positions: the early ones in blocks of 96, which are the same
-whatever else is in the call, and the last 32 to 127, which in a tree may lie anywhere, in one product with all keys
-between them, whose shares are zero. Where a product adds one term after another, which is tried, zeros change nothing.
-Elsewhere, and where a window is full, late sums are taken in float64 and rounded once: what an order changes is 2^-53
-of a sum, which in bfloat16 and float16 shows where a value lies within that of the middle of two others, one of a
-million million. In float32 one of ten million does; values that are nearly as near are added without any rounding.
+The keys that a node sees are cut, in the order of their positions, into blocks of 96, and the last 32 to 127. Early
+blocks are the same for all nodes behind them. Last ones, which in a tree may lie anywhere, and all blocks where a
+window is full, are taken for many nodes in one product, with all keys of the others between them, whose shares are
+zero. Where a product adds one term after another, which is tried, zeros change nothing. Elsewhere, and where each head
+has a mask, such sums are float64 and rounded once: what an order changes is 2^-53 of a sum, which shows in bfloat16 and
+float16 where a value lies within that of the middle of two others, one of a million million; in float32 each node is
+computed by itself.
 
 Shapes: B rows, H heads of queries, G of keys, r = H / G, N nodes, L keys, d and e sizes of a key and a value; b, g
-and n of a piece of rows, heads and nodes, K blocks of k keys, l late keys; M = r * n, and more where a product needs.
+and n of a piece of rows, heads and nodes, K blocks of k keys; M = r * n.
 """
 
 from __future__ import annotations
@@ -26,36 +27,28 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from hf_drafthead.exactness.products import adds_in_order, agreeing, batched, elementwise
+from hf_drafthead.exactness.products import Inexact, adds_in_order, agreeing, batched, elementwise
 
 NAME = "order_free"  # in transformers' configs
-BLOCK = ContextVar("keys of a block", default=96)  # few for `trial`; a third of it, and more, are late
+BLOCK = ContextVar("keys of a block", default=96)  # few for `trial`; a third of it, and more, are the last
 MOST = 1 << 18  # scores at a time, 1 MiB
-NEAR = 2.0**-44  # of the largest value: more than an order changes a sum
 LEAST = -1e30  # of a largest score
 LOG2 = math.log2(math.e)  # powers of 2 take a third of the time
 attended: list[nn.Module] = []  # the modules that attended last, for `trial`
 
 
+Parts = list[tuple[Any, tuple[int, int], Any]]
+
+
 class Piece(NamedTuple):
-    """Nodes (n,) of some rows that see the same early blocks, and slots: of these, and of late keys that one sees."""
+    """Nodes of some rows, and the keys that they see: slots, (K, k), and a bias (b, G or 1, K, r or 1, n, k) where not
+    all nodes see all of them.
+    """
 
     rows: slice
-    nodes: torch.Tensor
-    early: Any
-    late: torch.Tensor  # (l,), full blocks
-    bias: torch.Tensor  # (b or 1, G or 1, K, r or 1, n, k)
-    few: bool  # late keys
-
-
-class How(NamedTuple):
-    """What a call says of its scores and shares, and what products need."""
-
-    softcap: float | None
-    sinks: torch.Tensor | None  # (G, r, 1)
-    dropout: float
-    rows: int
-    in_order: bool
+    nodes: torch.Tensor  # (n,), filled up with the first ones
+    given: int  # without these
+    parts: Parts
 
 
 def order_free(
@@ -69,31 +62,35 @@ def order_free(
     """
     attended.append(module)
     del attended[: -1 << 10]
+    if dropout:
+        raise Inexact(f"{type(module).__name__} drops {dropout:.0%} of its shares: set its config's dropout to 0")
     (rows, heads, nodes, size), (groups, length, wide) = query.shape, value.shape[1:]
-    shared, block, window = heads // groups, BLOCK.get(), sliding_window or length + 1
-    causal = nodes > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    shared, block, single = heads // groups, BLOCK.get(), value.dtype == torch.float32
     least, most, in_order = _products(size, wide, block, key.device, torch.get_num_threads())
-    limits = max(most // shared, 1), block, 0 if position_bias is not None else window, shared
-    plan = _plan(attention_mask, position_bias, (nodes, length, causal), limits, key.device)
+    mask = attention_mask
+    if mask is None:
+        causal = nodes > 1 and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        mask = _without_mask(nodes, length, causal, key.device)
+    if position_bias is not None:
+        mask = _additive(mask[..., :length]) + position_bias[..., :length]
+    if single and mask.shape[1] > 1:
+        raise Inexact(f"{type(module).__name__} has a mask of each head, for which it has to be in bfloat16 or float16")
+    together = max(most // shared // 4 * 4, 1) if in_order or not single else 1
+    plan = _plan(mask, (length, block, least, together, sliding_window or length + 1, shared))
+    precise = torch.float32 if single or in_order and mask.shape[1] == 1 else torch.float64
     sinks = None if s_aux is None else s_aux.float().view(groups, shared, 1) * LOG2
-    how = How(softcap, sinks, dropout * module.training, least, in_order)
     query = query.unflatten(1, (groups, shared)).float()
     query = query * ((size**-0.5 if scaling is None else scaling) * (LOG2 if softcap is None else 1 / softcap))
     out = value.new_zeros(rows, nodes, groups, shared, wide)
-    places = out.permute(0, 2, 3, 1, 4)
-    for piece in plan:
-        asked = query[piece.rows] if len(piece.nodes) == nodes else query[piece.rows][:, :, :, piece.nodes]
-        step = max(MOST // ((length + block) * shared * len(piece.nodes)), 1)
-        for group in (slice(start, start + step) for start in range(0, groups, step)):
-            keys, values = (part[piece.rows, group] for part in (key, value))
-            bias = piece.bias if piece.bias.shape[1] == 1 else piece.bias[:, group]
-            few = how if sinks is None else how._replace(sinks=sinks[group])
-            with _plainly(key.device.type):
-                found = _over_blocks(asked[:, group], keys, values, bias, piece, few)
-            if len(piece.nodes) == nodes:
-                places[piece.rows, group] = found.to(value.dtype)
-            else:
-                places[piece.rows, group, :, piece.nodes] = found.to(value.dtype)
+    with _plainly(key.device.type):
+        for piece in plan:
+            asked, places = query[piece.rows].index_select(3, piece.nodes), out[piece.rows].permute(0, 2, 3, 1, 4)
+            step = max(MOST // ((length + block) * shared * len(piece.nodes)), 1)
+            for group in (slice(start, start + step) for start in range(0, groups, step)):
+                keys, values = (part[piece.rows, group] for part in (key, value))
+                of_group = None if sinks is None else sinks[group]
+                found = _over_blocks(asked[:, group], keys, values, piece.parts, group, softcap, of_group, precise)
+                places[:, group].index_copy_(3, piece.nodes[: piece.given], found[:, :, :, : piece.given].to(out.dtype))
     return out.flatten(2, 3), None
 
 
@@ -105,38 +102,31 @@ def _plainly(device: str) -> Any:
 
 @functools.cache
 def _products(size: int, wide: int, block: int, device: torch.device, _: int) -> tuple[int, int, bool]:
-    """From how many rows on, and up to how many, products agree, and whether those of late keys add in order."""
+    """From how many rows on, and up to how many, products agree, and whether those of last keys add in order."""
     keys, values = (torch.empty(2 * block, each, device=device) for each in (size, wide + 1))
     shares = keys.new_empty(1, 2 * block)
     with _plainly(device.type):
-        tried = [agreeing(keys, keys[:block].mT, None, batched)]
-        tried += [agreeing(shares[:, :count], values[:count], None, batched) for count in (block, 2 * block)]
-        least = -(-max(few for few, _ in tried) // 4) * 4
-        return least, min(many for _, many in tried), adds_in_order(values, least)
-
-
-def _plan(mask: Any, bias: Any, shape: tuple[int, int, bool], limits: tuple[int, ...], device: Any) -> list[Piece]:
-    """The pieces of a call, which layers that are given the same mask share."""
-    if mask is None and bias is None:
-        return _plan_without_mask(shape, limits, device)
-    mask = _without_mask(*shape, device) if mask is None else mask
-    if bias is not None:
-        return _planned(_additive(mask[..., : shape[1]]) + bias[..., : shape[1]], *limits)
-    plans = vars(mask).setdefault("plans", {})
-    version = None if mask.is_inference() else mask._version
-    if version is None or (shape, limits, version) not in plans:
-        plans[shape, limits, version] = _planned(mask[..., : shape[1]], *limits)
-    return plans[shape, limits, version]
+        tried = [agreeing(keys, keys[:count], None, batched) for count in (block, 2 * block)]
+        tried += [agreeing(shares[:, :count], values[:count].T, None, batched) for count in (block, 2 * block)]
+        least = max(few for few, _ in tried)
+        return least, min(many for _, many in tried), adds_in_order(values.T, least)
 
 
 @functools.lru_cache(maxsize=4)
-def _plan_without_mask(shape: tuple[int, int, bool], limits: tuple[int, ...], device: Any) -> list[Piece]:
-    return _planned(_without_mask(*shape, device), *limits)
-
-
 def _without_mask(nodes: int, length: int, causal: bool, device: Any) -> torch.Tensor:
-    mask = torch.ones(1, 1, nodes, length, dtype=torch.bool, device=device)
-    return mask.tril(length - nodes) if causal else mask
+    with torch.inference_mode(False):  # so that it can be kept, and its plan with it
+        mask = torch.ones(1, 1, nodes, length, dtype=torch.bool, device=device)
+        return mask.tril(length - nodes) if causal else mask
+
+
+def _plan(mask: torch.Tensor, limits: tuple[int, ...]) -> list[Piece]:
+    """The pieces of a call, which layers that are given the same mask share."""
+    plans = vars(mask).setdefault("plans", {})
+    version = None if mask.is_inference() else mask._version
+    if version is None or (limits, version) not in plans:
+        with torch.inference_mode(False):
+            plans[limits, version] = list(_planned(mask[..., : limits[0]], *limits[1:]))
+    return plans[limits, version]
 
 
 def _seen(mask: torch.Tensor) -> torch.Tensor:
@@ -148,105 +138,106 @@ def _additive(mask: torch.Tensor) -> torch.Tensor:
     return bias.masked_fill(~_seen(mask), -math.inf)
 
 
-def _planned(mask: torch.Tensor, most: int, block: int, window: int, shared: int) -> list[Piece]:
-    """Of a mask (B or 1, H or 1, N, L): pieces of at most so many nodes."""
-    nodes, length = mask.shape[2:]
+def _planned(mask: torch.Tensor, block: int, least: int, most: int, window: int, shared: int) -> Iterator[Piece]:
+    """Of a mask (B or 1, H or 1, N, L): pieces of at least so many M, and at most so many nodes."""
+    (nodes, length), fours = mask.shape[2:], 4 // math.gcd(shared, 4)  # as many nodes have 4 M
     # nodes of a tree, whose mask is additive, lie in front of the past
-    places = torch.arange(length, device=mask.device).roll(-nodes if mask.is_floating_point() else 0)
-    visible = _seen(mask).any(1)[..., places]  # (B or 1, N, L)
+    order = torch.arange(length, device=mask.device).roll(-nodes if mask.is_floating_point() else 0)
+    visible = _seen(mask).any(1)[..., order]  # (B or 1, N, L)
     seen = visible.sum(-1)
-    early = ((seen - block // 3) // block).clamp(min=0) * (seen < (0 if mask.shape[1] > 1 else window))
-    kinds = early.where(seen - early * block < block + block // 3, -1)  # where a window is full nodes see other keys
-    alike = not early.any() and (kinds == kinds[0]).all() and int(visible.any(1).any(0).sum()) <= 2 * block
-    pieces = []
-    for row in [slice(None)] if len(visible) == 1 or alike else [slice(at, at + 1) for at in range(len(visible))]:
-        for kind in kinds[row].unique().tolist():
-            some, limit = (kinds[row][0] == kind).nonzero()[:, 0], 2 * block if kind >= 0 else length
-            for part, slots in _split(visible[row].any(0), some, max(kind, 0) * block, limit, most):
-                first, late = places[slots].tensor_split([max(kind, 0) * block])
-                ends = first[:1].tolist() + first[-1:].tolist()
-                whole = slice(ends[0], ends[1] + 1) if ends and ends[1] - ends[0] == len(first) - 1 else first
-                more = (0, -len(late) % block)
-                bias = functional.pad(_additive(mask[row][:, :, part][..., late]) * LOG2, more, value=-math.inf)
-                bias = bias.unflatten(-1, (-1, block)).unflatten(1, (-1, shared if mask.shape[1] > 1 else 1))
-                late = functional.pad(late, more, value=int(late[0]))
-                pieces.append(Piece(row, part, whole, late, bias.movedim(-2, 2), kind >= 0))
-    return pieces
+    early = ((seen - block // 3) // block).clamp(min=0)
+    kinds = early.where((seen < window) & (mask.shape[1] == 1), -1 - early)  # where a window is full none is shared
+
+    def pieces(rows: slice, some: torch.Tensor) -> Iterator[Piece]:
+        kind = kinds[rows][:, some]
+        if (kind == kind[0, 0]).all() and len(some) <= most and (most > 1 or len(kind) == 1):
+            filled = -(-max(len(some), least / shared) // fours) * fours  # small products of odd M are less alike
+            padded = some[torch.arange(int(filled), device=some.device) % len(some)]
+            bias = _additive(mask[rows][:, :, padded])[..., order]
+            parts = _parts(visible[rows][:, padded], bias, order, int(kind[0, 0]), block, shared)
+            if parts:
+                yield Piece(slice(None) if len(visible) == 1 else rows, padded, len(some), parts)
+                return
+        if len(kind) > 1:
+            middle = (rows.start + rows.stop) // 2
+            yield from pieces(slice(rows.start, middle), some)
+            yield from pieces(slice(middle, rows.stop), some)
+            return
+        alike = [some[kind[0] == each] for each in kind.unique()]
+        for part in alike if len(alike) > 1 else some.chunk(2):
+            yield from pieces(rows, part)
+
+    return pieces(slice(0, len(visible)), torch.arange(nodes, device=mask.device))
 
 
-def _split(
-    visible: torch.Tensor, nodes: torch.Tensor, early: int, limit: int, most: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Nodes that share so many early keys and have few others, and the places of all keys that one of them sees."""
-    seen, of_first = visible[nodes].any(0).nonzero()[:, 0], visible[nodes[0]]
-    behind = int(of_first.nonzero()[early - 1, 0]) + 1 if early else 0
-    alike = (visible[nodes, :behind] == of_first[:behind]).all()
-    if len(nodes) > 1 and not (alike and len(nodes) <= most and len(seen) - early <= limit):
-        for half in nodes.chunk(2):
-            yield from _split(visible, half, early, limit, most)
-    elif len(seen):
-        yield nodes, seen
+def _parts(visible: torch.Tensor, bias: torch.Tensor, order: torch.Tensor, kind: int, block: int, shared: int) -> Parts:
+    """A piece's slots, of nodes that see some places (b, n, L) with a bias (b, H or 1, n, L); none if too many."""
+    early = kind if kind >= 0 else -1 - kind
+    blocks = ((visible.cumsum(-1) - 1) // block).clamp(max=early).masked_fill(~visible, -1)
+    first, last = blocks.masked_fill(~visible, early + 1).amin((0, 1)), blocks.amax((0, 1))
+    held = [((first <= at) & (at <= last)).nonzero()[:, 0] for at in range(early + 1)]
+    whole = held[: max(kind, 0)]
+    if max(map(len, held)) > 2 * block or any(len(places) > block for places in whole):
+        return []
+    rest = torch.stack([functional.pad(at, (0, 2 * block - len(at)), value=-1) for at in held[len(whole) :]])  # (K, k)
+    numbers = torch.arange(len(whole), early + 1, device=rest.device)[:, None]
+    inside = (blocks[..., rest] == numbers) & (rest >= 0)  # (b, n, K, k)
+    bias = bias[..., rest].masked_fill(~inside[:, None], -math.inf) * LOG2
+    bias = bias.unflatten(1, (-1, shared if bias.shape[1] > 1 else 1)).movedim(4, 2)
+    filled = rest.flatten()[: rest.numel() - 2 * block + len(held[-1])]
+    filled = filled.where(filled >= 0, held[-1][:1])  # a key that is seen: of others values may be no numbers
+    parts = [(_slots(order[filled]), (len(rest), 2 * block), bias)]
+    return [(_slots(order[torch.cat(whole)]), (len(whole), block), None), *parts] if whole else parts
+
+
+def _slots(slots: torch.Tensor) -> Any:
+    """A slice, if that is what they are."""
+    follow = len(slots) > 0 and bool((slots.diff() == 1).all())
+    return slice(int(slots[0]), int(slots[-1]) + 1) if follow else slots
 
 
 def _over_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor, piece: Piece, how: How
-) -> torch.Tensor:
-    """(b, g, r, n, e) of scaled queries (b, g, r, n, d) over a piece's slots of keys and values (b, g, L, d or e)."""
-    shape, count, block = query.shape[2:4], query.shape[2:4].numel(), bias.shape[-1]
-    more = max(-count % 4, how.rows - count)
-    rows = functional.pad(query.flatten(2, 3), (0, 0, 0, more))[:, :, None]
-    parts = [slots for slots in (piece.early, piece.late) if isinstance(slots, slice) or len(slots)]
-    scores = [
-        rows @ _at(key, slots).float().contiguous().unflatten(2, (-1, block)).mT for slots in parts
-    ]  # (b, g, K, M, k) each
-    if how.softcap is not None:
-        scores = [elementwise(torch.tanh, part) * (how.softcap * LOG2) for part in scores]
-    scores[-1][:, :, :, :count].unflatten(3, shape).add_(bias)
-    top = functools.reduce(torch.maximum, [part.detach().amax((2, 4)) for part in scores])  # (b, g, M)
-    if how.sinks is not None:
-        sinks = functional.pad(how.sinks.expand(-1, *shape).flatten(1), (0, more))
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: Parts, group: slice,
+    softcap: float | None, sinks: Any, precise: torch.dtype,
+) -> torch.Tensor:  # fmt: skip
+    """(b, g, r, n, e) of scaled queries (b, g, r, n, d) over slots of keys and values (b, g, L, d or e)."""
+    shape, pairs = query.shape[:4], len(query) * query.shape[1]
+    rows, scores = query.reshape(pairs, 1, -1, query.shape[-1]), []
+    for slots, blocks, bias in parts:
+        repeated = rows.expand(-1, blocks[0], -1, -1)  # (b * g, K, M, d)
+        part = torch.bmm(repeated.flatten(0, 1), _held(key, slots, blocks).mT).view(*repeated.shape[:3], blocks[1])
+        if softcap is not None:
+            part = elementwise(torch.tanh, part) * (softcap * LOG2)
+        if bias is not None:
+            part.view(*shape[:2], -1, *shape[2:], blocks[1]).add_(bias if bias.shape[1] == 1 else bias[:, group])
+        scores.append(part)
+    top = functools.reduce(torch.maximum, [part.detach().amax((1, 3), keepdim=True) for part in scores])
+    top = top.clamp(min=LEAST)  # (b * g, 1, M, 1)
+    if sinks is not None:
+        sinks = sinks.expand(*shape).reshape(top.shape)
         top = top.maximum(sinks)
-    top = top.clamp(min=LEAST)
-    shares = [elementwise(torch.exp2_, part.sub_(top[:, :, None, :, None])) for part in scores]
-    values = [_with_ones(_at(value, slots)) for slots in parts]
-    wide = torch.float32 if how.in_order and piece.few else torch.float64
-    before, late, last, sums = _sums(shares, values, wide)
-    of_sinks = top.new_zeros(()) if how.sinks is None else elementwise(torch.exp2, sinks - top)
-    total = sums[..., -1] + of_sinks
-    if how.dropout:
-        sums = _sums([functional.dropout(part, how.dropout) for part in shares], values, wide)[-1]
-    found = sums[..., :-1] / total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    if value.dtype == torch.float32 != wide and not how.dropout:
-        margin = NEAR * value.abs().amax()
-        near = ((found - margin).float() != (found + margin).float()) & (found != 0)
-        for b, g, m, e in near[:, :, :count].nonzero().tolist():
-            terms = ([before.expand_as(sums)[b, g, m, at], *(late[b, g, m] * last[b, g, :, at])] for at in (e, -1))
-            numerator, denominator = map(math.fsum, terms)
-            found.data[b, g, m, e] = numerator / (denominator + of_sinks.expand_as(top)[b, g, m].double())
-    return found[:, :, :count].unflatten(2, shape)
+    sums: Any = None
+    for part, (slots, blocks, bias) in zip(scores, parts):
+        shares = elementwise(torch.exp2_, part.sub_(top)).flatten(0, 1)
+        kind = torch.float32 if bias is None else precise
+        products = torch.bmm(shares.to(kind), _held(value, slots, blocks, ones=1).to(kind))  # (b * g * K, M, e + 1)
+        for of_block in products.unflatten(0, (pairs, -1)).unbind(1):
+            sums = of_block if sums is None else sums + of_block
+    total = sums[..., -1:] if sinks is None else sums[..., -1:] + elementwise(torch.exp2, sinks - top)[:, 0]
+    return (sums[..., :-1] / total.clamp(min=torch.finfo(torch.float32).tiny)).view(*shape, -1)
 
 
-def _at(stored: torch.Tensor, slots: Any) -> torch.Tensor:
-    """What lies in some slots, of keys or values (b, g, L, d or e)."""
-    return stored[:, :, slots] if isinstance(slots, slice) else stored.index_select(2, slots)
-
-
-def _with_ones(values: torch.Tensor) -> torch.Tensor:
-    """(b, g, l, e + 1) in float32, of which the last ones add shares."""
-    ones = torch.ones(*values.shape[:-1], values.shape[-1] + 1, device=values.device)
-    ones[..., :-1] = values
-    return ones
-
-
-def _sums(shares: list[torch.Tensor], values: list[torch.Tensor], wide: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Over early blocks (b, g, M, e + 1), late shares (b, g, M, l), late values (b, g, l, e + 1), and over all."""
-    late, last = shares[-1].movedim(2, 3).flatten(3).to(wide), values[-1].to(wide)
-    sums = late @ last
-    if len(shares) == 1:
-        return torch.zeros_like(sums), late, last, sums
-    blocks = shares[0] @ values[0].unflatten(2, (-1, shares[0].shape[-1]))
-    before = functools.reduce(torch.add, blocks.unbind(2))
-    return before, late, last, before + sums
+def _held(stored: torch.Tensor, slots: Any, blocks: tuple[int, int], ones: int = 0) -> torch.Tensor:
+    """What lies in slots of keys or values (b, g, L, d), with ones that add shares: (b * g * K, k, d + ones)."""
+    some = stored[:, :, slots] if isinstance(slots, slice) else stored.index_select(2, slots)
+    (rows, groups, count, size), length = some.shape, blocks[0] * blocks[1]
+    held = torch.empty(rows, groups, length, size + ones, device=stored.device)
+    held[:, :, :count, :size] = some
+    if count < length:
+        held[:, :, count:] = 1
+    if ones:
+        held[..., size:] = 1
+    return held.view(-1, blocks[1], size + ones)
 
 
 AttentionInterface.register(NAME, order_free)

@@ -18,31 +18,26 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from hf_drafthead.bases.mixers import names_in_forward
+from hf_drafthead.bases.releases import WRITES_STATE
 from hf_drafthead.exactness import attention
-from hf_drafthead.exactness.products import RowByRow, elementwise, product
-from hf_drafthead.exactness.states import EXACT_FORMS, RECURRENT, exactly
+from hf_drafthead.exactness.products import Inexact, RowByRow, elementwise, product
+from hf_drafthead.exactness.states import EXACT_FORMS, exactly
 
 PLAIN = "plain_class"  # the attribute of such a class with that of before
 BEFORE = "implementations_before_exact"  # the attribute of a base with its config's attention and experts of before
 BY_ITSELF = (nn.Linear, *{kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})  # is exact
+# functions that are others where a base is exact
+CHANGING = {*EXACT_FORMS, *(function.__name__ for function in RowByRow.ELEMENTWISE)}
 Make = Callable[[type[nn.Module]], Callable[..., Any]]
 
 
-class Inexact(ValueError):
-    """A base cannot be made exact; the text names the module."""
-
-
-CHANGED: dict[tuple[Any, Make], Any] = {}
-
-
+@functools.cache
 def changed(plain: Any, make: Make) -> Any:
     """A class with another forward. Its modules are pickled and copied as those of the plain one, and changed again."""
-    if (plain, make) not in CHANGED:
-        named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, PLAIN: plain}
-        named["forward"] = functools.wraps(plain.forward)(make(plain))
-        named["__reduce_ex__"] = lambda self, _: (_blank, (plain, make), self.__dict__)
-        CHANGED[plain, make] = type(plain.__name__, (plain,), named)
-    return CHANGED[plain, make]
+    named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, PLAIN: plain}
+    named["forward"] = functools.wraps(plain.forward)(make(plain))
+    named["__reduce_ex__"] = lambda self, _: (_blank, (plain, make), self.__dict__)
+    return type(plain.__name__, (plain,), named)
 
 
 def _blank(plain: Any, make: Make) -> Any:
@@ -91,7 +86,7 @@ def make_exact(base: PreTrainedModel) -> None:
     base.set_attn_implementation(attention.NAME)
     base.set_experts_implementation("eager")
     for name, module in base.named_modules():
-        mixes = names_in_forward(module)[1] & set(EXACT_FORMS)
+        calls = names_in_forward(module)[1]
         weights = (weight for weight in module._parameters.values() if weight is not None)
         if module is decoder:
             make: Make = _decoder
@@ -99,15 +94,16 @@ def make_exact(base: PreTrainedModel) -> None:
             make = _linear
         elif isinstance(module, BY_ITSELF[1:]):
             make = _activation
-        elif mixes or any(weight.dim() > 1 for weight in weights) and not isinstance(module, nn.Embedding):
+        elif calls & CHANGING or any(weight.dim() > 1 for weight in weights) and not isinstance(module, nn.Embedding):
             make = row_by_row  # also experts, routers, convolutions
         else:
             continue
         if "forward" in vars(module):
             raise Inexact(f"{named(base, name)} has a forward of its own, as modules that are offloaded have")
-        if base.dtype == torch.float32 and mixes & set(RECURRENT):
+        if base.dtype == torch.float32 and WRITES_STATE in calls:
             raise Inexact(f"{named(base, name)} keeps a state, for which it has to be in bfloat16 or float16")
-        module.__class__ = changed(type(module), make)
+        plain: Any = type(module)
+        module.__class__ = changed(plain, make)
 
 
 def named(base: PreTrainedModel, name: str) -> str:

@@ -23,27 +23,26 @@ LARGE, LARGEST = 1 << 23, 1 << 28  # numbers in a weight; of one that is LARGEST
 WHOLE = (256, 64, 16, 4, 1)  # rows at a time, with which others are compared
 ELEMENTS = 1 << 15  # up to which an elementwise function runs in one thread
 EVEN = 64  # numbers that it takes at a time; of the rest some are computed in another way
-
-
 TRIED: dict[Any, tuple[int, int]] = {}
 Product = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 
 
-def times(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    return rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+class Inexact(ValueError):
+    """A base cannot be made exact; the text names the module."""
 
 
-def batched(rows: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
-    """One of two products that are taken at once; a weight may be the transpose of another."""
-    both = torch.stack([weight] * 2) if weight.is_contiguous() else torch.stack([weight.T] * 2).mT
-    return torch.bmm(torch.stack([rows] * 2), both)[1]
+def batched(rows: torch.Tensor, weight: torch.Tensor, _: Any = None) -> torch.Tensor:
+    """One of two products that are taken at once."""
+    turned = torch.stack([weight.T] * 2) if weight.T.is_contiguous() else torch.stack([weight] * 2).mT
+    return torch.bmm(torch.stack([rows] * 2), turned)[1]
 
 
 def agreeing(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> tuple[int, int]:
     """From how many rows (..., K) on, and up to how many, all give a row the same bits; tried once for a shape."""
-    device = weight.device
-    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    key = (weight.shape, weight.dtype, inputs.dtype, bias is None, run, torch.get_num_threads(), device, cast)
+    device = weight.device.type
+    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    key: Any = (weight.shape, weight.is_contiguous(), weight.dtype, inputs.dtype, bias is None, run)
+    key += (torch.get_num_threads(), weight.get_device(), cast)
     return TRIED.get(key) or TRIED.setdefault(key, _try(inputs, weight, bias, run))
 
 
@@ -54,7 +53,7 @@ def _try(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) ->
     rows = torch.cat([half, half], dim=1)[:, : inputs.shape[-1]].contiguous()
     if weight.numel() < LARGEST:
         bias = None if bias is None else torch.zeros_like(bias)
-        weight = _cancelling(weight, run in (times, batched), generator)
+        weight = _cancelling(weight, generator)
     for most in (size for size in WHOLE if size <= max(sizes)):
         of_all, turned = run(rows[:most], weight, bias), rows[:most].roll(most // 3 + 1, 0)
         if most == 1 or same(run(turned, weight, bias), of_all.roll(most // 3 + 1, 0)):
@@ -64,40 +63,40 @@ def _try(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) ->
     return min(size for size in sizes if size > max(differing, default=0)), most
 
 
-def _cancelling(weight: torch.Tensor, turned: bool, generator: torch.Generator) -> torch.Tensor:
-    """A weight [u, -u] of the shape, type and layout of another, (N, K) or, `turned`, (K, N)."""
-    out, features = weight.shape[::-1] if turned else weight.shape
-    few = torch.randn(min(out, 61), (features + 1) // 2, generator=generator).to(weight)
-    both, made = torch.cat([few, -few], dim=1)[:, :features], torch.empty_like(weight)
-    for part in (made.T if turned else made).split(len(both)):
+def _cancelling(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A weight [u, -u] (N, K) of the shape, type and layout of another."""
+    few = torch.randn(min(len(weight), 61), (weight.shape[1] + 1) // 2, generator=generator).to(weight)
+    both, made = torch.cat([few, -few], dim=1)[:, : weight.shape[1]], torch.empty_like(weight)
+    for part in made.split(len(both)):
         part.copy_(both[: len(part)])
     return made
 
 
 @torch.no_grad()
 def adds_in_order(weight: torch.Tensor, count: int) -> bool:
-    """Whether products of rows with a weight (K, N) add one term after another, so that zeros change nothing."""
-    generator = torch.Generator().manual_seed(0)
-    rows, weight = (
-        torch.rand(*shape, generator=generator).to(weight) for shape in ((count, len(weight)), weight.shape)
-    )
+    """Whether products of rows with a weight (N, K) add one term after another, so that zeros change nothing."""
+    generator, features = torch.Generator().manual_seed(0), weight.shape[1]
+    rows = torch.rand(count, features, generator=generator).to(weight)
+    weight = torch.empty_like(weight).copy_(torch.rand(weight.shape, generator=generator))
     for part in (2, 3, 7, 50):
-        kept = torch.arange(part, part + len(weight)) % part > 0
-        zeros = int((~kept).sum())
-        fewer = functional.pad(rows[:, kept], (0, zeros)), functional.pad(weight[kept], (0, 0, 0, zeros))
+        kept = torch.arange(part, part + features) % part > 0
+        order = torch.cat([kept.nonzero(), (~kept).nonzero()])[:, 0]  # zeros last
+        fewer = rows[:, order] * kept[order].to(rows), torch.empty_like(weight).copy_(weight[:, order])
         if not same(batched(rows * kept.to(rows), weight), batched(*fewer)):
             return False
     return True
 
 
 def product(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product = functional.linear) -> torch.Tensor:
-    """`run` of inputs (..., K), a weight (N, K) or (K, N) and a bias (N,): (..., N)."""
-    count, (least, most) = inputs.numel() // max(inputs.shape[-1], 1), agreeing(inputs, weight, bias, run)
-    if least <= count <= most and (inputs.dim() == 2 or run is functional.linear) and inputs.is_contiguous():
+    """`run` of inputs (..., K), a weight (N, K) and a bias (N,): (..., N)."""
+    least, most = agreeing(inputs, weight, bias, run)
+    if run is functional.linear and least <= inputs.shape[:-1].numel() <= most and inputs.is_contiguous():
         return run(inputs, weight, bias)
-    parts = inputs.reshape(-1, inputs.shape[-1]).contiguous().split(most)
-    outputs = [run(functional.pad(part, (0, 0, 0, max(least - len(part), 0))), weight, bias) for part in parts]
-    out = torch.cat([output[: len(part)] for output, part in zip(outputs, parts)])
+    rows, outputs = inputs.reshape(-1, inputs.shape[-1]).contiguous(), []
+    for part in rows.split(most) if len(rows) > most else [rows]:
+        filled = functional.pad(part, (0, 0, 0, least - len(part))) if len(part) < least else part
+        outputs.append(run(filled, weight, bias)[: len(part)])
+    out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return out.view(*inputs.shape[:-1], out.shape[-1])
 
 
@@ -129,12 +128,12 @@ class RowByRow(TorchFunctionMode):
         if function is functional.linear:
             return product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("bias"))
         if function is torch.addmm:
-            return product(args[1], args[2], args[0], times)
+            return product(args[1], args[2].mT, args[0])
         if function in self.ELEMENTWISE:
             return elementwise(function, *args, **kwargs)
         one, other = args[:2]
         if other.dim() == 2:
-            return product(one, other, None, times)
+            return product(one, other.mT, None)
         if one.dim() == other.dim() == 3 and len(one) == len(other):
-            return torch.stack([product(*pair, bias=None, run=times) for pair in zip(one, other)])
+            return torch.stack([product(*pair, bias=None) for pair in zip(one, other.mT)])
         return function(*args, **kwargs)

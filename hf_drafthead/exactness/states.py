@@ -56,44 +56,41 @@ class Kept(torch.Tensor):
         return self
 
 
-def in_chunks(form: Callable[..., Any], kind: Mixer, state: Any, tokens: dict[str, Any], channels: int = 0) -> Any:
-    """What a form gives of what is of each token (B, T, ...), chunk by chunk, and the state behind them."""
+def in_chunks(
+    form: Callable[..., Any], kind: Mixer, name: str, state: Any, tokens: dict[str, Any], channels: int = 0
+) -> Any:
+    """What a form gives of what is of each token (B, T, ...), chunk by chunk, and the state, its argument of a name."""
     outputs = []
     for parts in zip(*(tensor.split(CHUNK, dim=1) for tensor in tokens.values())):
         text = Text(state, parts[0].shape[1], channels)
-        outputs.append(form(text, **dict(zip(tokens, parts)))[0])
+        outputs.append(form(**{name: text}, **dict(zip(tokens, parts)))[0])
         state = text.folded(kind)
     return torch.cat(outputs, dim=1), state.as_subclass(Kept)
 
 
 def delta_rule(
     query: Any, key: Any, value: Any, g: Any, beta: Any, initial_state: Any = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, **_: Any,
+    **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """As transformers' functions: outputs (B, T, H, v) and, if asked for, the state (B, H, k, v)."""
     (rows, _count, heads, wide), (key_heads, size) = value.shape, key.shape[2:]
     state = value.new_zeros(rows, heads, size, wide) if initial_state is None else initial_state
     channels = 2 * key_heads * size + heads * wide  # queries, keys and values side by side
-
-    def form(text: Any, **tokens: Any) -> Any:
-        return delta_rule_of_nodes(**tokens, initial_state=text, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-
+    form, kind = functools.partial(delta_rule_of_nodes, **how), DeltaRule(g.dim() == 4)
     tokens = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
-    outputs, state = in_chunks(form, DeltaRule(g.dim() == 4), state, tokens, channels)
+    outputs, state = in_chunks(form, kind, "initial_state", state, tokens, channels)
     return outputs, state if output_final_state else None
 
 
 def chunk_scan(
     hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int = 0, initial_states: Any = None,
-    return_final_states: bool = False, z: Any = None, **more: Any,
+    return_final_states: bool = False, z: Any = None, **how: Any,
 ) -> Any:  # fmt: skip
     """As `mamba_chunk_scan_combined`: (B, T, H, P), and the state (B, H, P, n) if asked for."""
     rows, _count, heads, size = hidden_states.shape
     state = hidden_states.new_zeros(rows, heads, size, B.shape[-1]) if initial_states is None else initial_states
-    tokens = {"hidden_states": hidden_states, "dt": dt, "B": B, "C": C}
-    outputs, state = in_chunks(
-        lambda text, **part: scan_nodes(**part, A=A, initial_states=text, **more), StateSpace(), state, tokens
-    )
+    form, tokens = functools.partial(scan_nodes, A=A, **how), {"hidden_states": hidden_states, "dt": dt, "B": B, "C": C}
+    outputs, state = in_chunks(form, StateSpace(), "initial_states", state, tokens)
     outputs = outputs if z is None else outputs * nn.functional.silu(z)
     return (outputs, state) if return_final_states else outputs
 
@@ -106,13 +103,6 @@ def scan_token(state: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return outputs
 
 
-def convolve_text(hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any) -> torch.Tensor:
-    """As `causal_conv1d_fn`: (B, C, T)."""
-    line = nn.functional.pad(hidden_states, (weight.shape[-1] - 1, 0))
-    windows = line.unfold(2, weight.shape[-1], 1)
-    return convolved(windows, weight, bias, activation)
-
-
 def convolve_token(
     hidden_states: Any, conv_state: Any, weight: Any, bias: Any = None, activation: Any = None, **_: Any
 ) -> torch.Tensor:
@@ -123,13 +113,20 @@ def convolve_token(
     return convolved(windows, weight, bias, activation)
 
 
-RECURRENT: dict[str, Callable[..., Any]] = {
+def convolve_text(hidden_states: Any, weight: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `causal_conv1d_fn`: (B, C, T)."""
+    nothing = hidden_states.new_zeros(*hidden_states.shape[:2], weight.shape[-1])
+    return convolve_token(hidden_states, nothing, weight, *args, **kwargs)
+
+
+EXACT_FORMS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys((*releases.DELTA_RULES, *releases.BY_CHANNEL), delta_rule),
     releases.SCANS: chunk_scan,
     releases.SCANS_ONE: scan_token,
+    releases.CONVOLVES: convolve_text,
+    releases.CONVOLVES_ONE: convolve_token,
+    "mamba2_split_conv1d_scan_combined": lambda *_, **__: None,  # a kernel of all, for training
 }
-EXACT_FORMS = {**RECURRENT, releases.CONVOLVES: convolve_text, releases.CONVOLVES_ONE: convolve_token}
-EXACT_FORMS["mamba2_split_conv1d_scan_combined"] = lambda *_, **__: None  # a kernel of all, for training
 
 
 def exactly(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,12 +24,13 @@ from transformers.cache_utils import DynamicCache
 from hf_drafthead.bases.errors import Unsupported, out_of_memory
 from hf_drafthead.bases.output_layer import input_device
 from hf_drafthead.bases.probe import probe
-from hf_drafthead.bases.releases import CACHE, cache_argument
+from hf_drafthead.bases.releases import CACHE, cache_argument, keep_picklable
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.exactness import attention
-from hf_drafthead.exactness.modules import Inexact, named
+from hf_drafthead.exactness.modules import BY_ITSELF, named
+from hf_drafthead.exactness.products import Inexact
 
-PROMPT, LENGTH = 9, 14  # tokens of the text that are read at once, and all
+PROMPT, LENGTH = 7, 12  # tokens of the text that are read at once, and all
 PADDING = 3  # in front of the text in a batch
 BLOCK = 4  # keys of a block of attention
 TREES = ((0, 0, 0, 1, 2, 2, 4), (0, 0, 1, 0, 3, 3))  # parents of the nodes
@@ -45,7 +47,7 @@ class Comparison:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        hooks = []
+        hooks, self.shape = [], (0, 0)
         for name, module in self.base.named_modules():
             if not any("expert" in part for part in name.split(".")[:-1]):  # which read what a router gives them
                 hooks.append(module.register_forward_hook(functools.partial(self.look, name)))
@@ -78,58 +80,70 @@ class Comparison:
 
 
 @torch.no_grad()
-def first_difference(base: PreTrainedModel) -> tuple[str, str] | None:
-    """The first module whose bits differ, and the way to read in which they do; None where none do.
+def try_ways(base: PreTrainedModel) -> None:
+    """Read a text in all ways.
 
     Raises:
-        Inexact: attention is computed past transformers' interface, or the base cannot be read in one of these ways.
+        Inexact: a module's bits differ, attention is computed past transformers' interface, or the base cannot be read
+            in one of these ways; a base that decodes by itself does so alone and in batches.
     """
     vocabulary = base.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, vocabulary, (2, LENGTH + PADDING), generator=generator).to(input_device(base))
     comparison = Comparison(base)
-    single = [1] * (LENGTH - PROMPT)
-    ways: dict[str, Callable[[], None]] = {
-        "token by token": lambda: _in_parts(base, comparison, tokens[0], (PROMPT, *single)),
-        "in parts": lambda: _in_parts(base, comparison, tokens[0], (LENGTH - PROMPT, PROMPT)),
-        "in a batch": lambda: _in_a_batch(base, comparison, tokens),
+    ways: dict[str, Callable[..., None]] = {
+        "token by token": functools.partial(_read, padding=0, parts=(PROMPT, *[1] * (LENGTH - PROMPT))),
+        "in parts": functools.partial(_read, padding=0, parts=(LENGTH - PROMPT, PROMPT)),
+        "in a batch": functools.partial(_read, padding=PADDING, parts=(LENGTH + PADDING - 1, 1)),
+        "in trees": _read_in_trees,
     }
-    with contextlib.suppress(Unsupported):  # a base that decodes by itself does so alone and in batches
-        reader = probe(base, (-1,))
-        ways["in trees"] = lambda: _in_trees(reader, comparison, tokens)
     block = attention.BLOCK.set(BLOCK)
     try:
-        with comparison.looking():
-            for way, run in ways.items():
-                try:
-                    run()
-                except Exception as error:
-                    if isinstance(error, Inexact) or out_of_memory(error):
-                        raise
-                    why = f"{type(error).__name__}: {error}".splitlines()[0]
-                    raise Inexact(f"it cannot be read {way} ({why})") from error
-                if comparison.differs is not None:
-                    return comparison.differs, way
+        for way, read in ways.items():
+            try:
+                with comparison.looking():
+                    read(comparison, tokens)
+            except Exception as error:
+                if isinstance(error, Inexact) or out_of_memory(error):
+                    raise
+                why = f"it cannot be read {way} ({type(error).__name__}: {error})".splitlines()[0]
+            else:
+                if comparison.differs is None:
+                    continue
+                name = comparison.differs
+                while isinstance(base.get_submodule(name), BY_ITSELF):  # it was given other bits
+                    name = name.rpartition(".")[0]
+                why = f"{named(base, name)} gives other bits where a text is read {way} than token by token"
+            if read is not _read_in_trees or _drafts(base):
+                raise Inexact(why)
     finally:
         attention.BLOCK.reset(block)
-    return None
+        keep_picklable(base)
 
 
-def _arguments(base: PreTrainedModel, cache: Any, positions: torch.Tensor, mask: torch.Tensor | None) -> dict[str, Any]:
-    name = cache_argument(base.forward) or CACHE
-    return {name: cache, "position_ids": positions, "attention_mask": mask, "use_cache": True}
+def _drafts(base: PreTrainedModel) -> bool:
+    with contextlib.suppress(Unsupported):
+        return bool(probe(base, (-1,)))
+    return False
 
 
-def _in_parts(base: PreTrainedModel, comparison: Comparison, tokens: torch.Tensor, parts: tuple[int, ...]) -> None:
-    """Read the text in forwards of so many tokens."""
-    cache, start = DynamicCache(config=base.config), 0
-    for count in parts:
-        positions = torch.arange(start, start + count, device=tokens.device)[None]
+def _read(comparison: Comparison, tokens: torch.Tensor, padding: int, parts: tuple[int, ...]) -> None:
+    """Read the text in forwards of so many tokens; behind padding it is the second of two rows."""
+    base, start = comparison.base, 0
+    order = torch.arange(LENGTH + PADDING, device=tokens.device)
+    starts = torch.tensor([[0], [padding]] if padding else [[0]], device=tokens.device)
+    rows, mask = torch.stack([tokens[1], tokens[0].roll(padding)])[-len(starts) :], order >= starts
+    cache, name = DynamicCache(config=base.config), cache_argument(base.forward) or CACHE
+    for stop in itertools.accumulate(parts):
+        now, count = slice(start, stop), stop - start
         attention.attended.clear()
-        inputs = _arguments(base, cache, positions, None)
-        comparison.run(range(count), start, (1, count), base, tokens[None, start : start + count], **inputs)
-        start += count
-    _check_attended(base, cache)
+        inputs = {name: cache, "position_ids": (order - starts).clamp(min=0)[:, now], "use_cache": True}
+        inputs["attention_mask"] = mask[:, :stop].long() if padding else None
+        text = range(max(padding - start, 0), count), max(start - padding, 0)
+        comparison.run(*text, (len(rows), count), base, rows.where(mask, 0)[:, now], **inputs)
+        start = stop
+    if not padding:
+        _check_attended(base, cache)
 
 
 def _check_attended(base: PreTrainedModel, cache: DynamicCache) -> None:
@@ -142,25 +156,9 @@ def _check_attended(base: PreTrainedModel, cache: DynamicCache) -> None:
         raise Inexact(f"{named(base, next(past, ''))} attends past transformers' AttentionInterface")
 
 
-def _in_a_batch(base: PreTrainedModel, comparison: Comparison, tokens: torch.Tensor) -> None:
-    """Read the text behind padding, in the second of two rows."""
-    order, length = torch.arange(LENGTH + PADDING, device=tokens.device), LENGTH + PADDING - 1
-    rows, starts = (
-        torch.stack([tokens[1], tokens[0].roll(PADDING)]),
-        torch.tensor([[0], [PADDING]], device=order.device),
-    )
-    mask, positions = order >= starts, (order - starts).clamp(min=0)
-    cache, start = DynamicCache(config=base.config), 0
-    for stop in (length, length + 1):
-        of_text = range(max(PADDING - start, 0), stop - start)
-        inputs = _arguments(base, cache, positions[:, start:stop], mask[:, :stop].long())
-        text = of_text, start + of_text[0] - PADDING
-        comparison.run(*text, (2, stop - start), base, rows.where(mask, 0)[:, start:stop], **inputs)
-        start = stop
-
-
-def _in_trees(reader: Any, comparison: Comparison, tokens: torch.Tensor) -> None:
+def _read_in_trees(comparison: Comparison, tokens: torch.Tensor) -> None:
     """Read a prompt, and behind it the text as a path in trees."""
+    reader = probe(comparison.base, (-1,), tries=False)
     cache = reader.cache(1, capacity=16, nodes=3)
     inputs = {"input_ids": tokens[:1, :PROMPT], CACHE: cache, "use_cache": True}
     comparison.run(range(PROMPT), 0, (1, PROMPT), reader, False, **inputs)
