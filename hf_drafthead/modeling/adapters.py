@@ -166,11 +166,6 @@ def merge_adapters(module: nn.Module) -> None:
             module.set_submodule(name, layer.get_base_layer())  # type: ignore[operator]
 
 
-def asked_by_peft() -> bool:
-    """Whether PEFT's own code called the function that calls this one: it is looking for layers to adapt."""
-    return str(sys._getframe(2).f_globals.get("__name__")).startswith("peft.")
-
-
 def is_adapted(module: Any) -> bool:
     """Whether a layer has an adapter in it; asked of what it can do, for PEFT may not be installed."""
     return hasattr(type(module), "get_base_layer") and hasattr(module, "merge") and hasattr(module, "disable_adapters")

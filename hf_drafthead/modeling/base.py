@@ -2,6 +2,7 @@
 
 import copy
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import RLock
@@ -17,7 +18,6 @@ from hf_drafthead.modeling.adapters import (
     adapters_of,
     add_adapter,
     altered,
-    asked_by_peft,
     find_adapter,
     load_adapter,
     plain,
@@ -111,7 +111,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             )
         heads = self.state_dict() if state_dict is None else state_dict
         heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
-        nothing = not heads and not self.drafter.state_dict()  # copies alone
+        nothing = not heads and not self.drafter.state_dict()  # copies alone; transformers' save empties `heads`
         if not heads and not nothing:
             raise ValueError(
                 "state_dict= has no tensor of the heads: give the names of model.state_dict() (drafter.*)."
@@ -198,9 +198,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """As in torch; PEFT, which looks for layers to adapt by the ends of their names, is shown none of the heads."""
-        hidden = "drafter" if asked_by_peft() else None
+        by_peft = str(sys._getframe(1).f_globals.get("__name__")).startswith("peft.")
         for name, module in super().named_modules(*args, **kwargs):
-            if hidden is None or name.partition(".")[0] != hidden:
+            if not by_peft or name.partition(".")[0] != "drafter":
                 yield name, module
 
     def load_adapter(  # type: ignore[override]

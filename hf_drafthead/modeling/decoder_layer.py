@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -273,7 +272,7 @@ def has_layers(config: PreTrainedConfig, layer_types: tuple[str, ...] = FULL_ATT
     if any(getattr(config, name, None) for name in CHOOSES_KEYS):  # by an index that the model hands to its layers
         return False
     try:
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"):
             layer = DecoderLayer(config, layer_types=layer_types, rotary=rotary)
             if layer.rotary is not None:
                 layer.rotary(torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2), **layer._rotary_kind)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging
 
@@ -46,6 +46,16 @@ FOUND_BY_CALLS = {"_readers"}  # attributes
 HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
 # What says how a base is computed with, which AutoModel puts into the config of the heads.
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+DRAWS = {"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"}  # of tensors and torch.nn.init
+
+
+class Undrawn(TorchFunctionMode):
+    """Of what is made in this thread, values that would be drawn are left out: others are about to take their place."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in DRAWS:  # transformers puts functions of its own there
+            return args[0] if args else kwargs["tensor"]
+        return (torch.empty if function is torch.randn else function)(*args, **(kwargs or {}))
 
 
 class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
@@ -142,7 +152,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     @classmethod
     def _share_large_projections(cls, config: Any, base: nn.Module) -> None:
         """Let heads share the base's lm_head where their own projections would be large beside the base."""
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"):
             projections = getattr(cls.drafter_class(config), "projections", None)
         if projections is None:
             return
@@ -315,7 +325,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         tensors = dict(cls._stored(path, config, hub) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
         inside = {name: tensors.pop(name) for name in of_base}
-        with _building(path), no_init_weights():  # memory that nothing is written to
+        with _building(path), Undrawn():  # memory that nothing is written to
             model = cls(config, build_base=False)
         tied = model._tied("drafter").items()  # a checkpoint holds such weights once
         there = {target: tensors[source] for target, source in tied if source in tensors} | tensors
@@ -332,7 +342,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     @classmethod
     def _blank(cls: type[LoadedModel], config: DraftHeadConfig, path: str) -> LoadedModel:
         """The model without base and memory: its names and shapes."""
-        with _building(path), torch.device("meta"), no_init_weights():
+        with _building(path), torch.device("meta"):
             return cls(config, build_base=False)
 
     def _take_base(
@@ -382,7 +392,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         """The base of which the tensors lie with the heads, as earlier releases wrote them, settings and all."""
         path, state = self.config.name_or_path, {name[5:]: tensor for name, tensor in tensors.items()}
         with _building(path):
-            with torch.device("meta"), no_init_weights():
+            with torch.device("meta"):
                 kind = type(_fresh_base(self.config.base_config))
             config = copy.deepcopy(self.config.base_config)
             base, info = kind.from_pretrained(

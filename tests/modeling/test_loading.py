@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,24 @@ def test_drafter_and_config_take_the_dtype_of_the_base(family, saved, dtype, loa
     live = tiny_base("llama-gqa").to(torch.bfloat16)
     assert family.model_class.from_pretrained(folder / "heads", base_model=live).config.dtype == torch.bfloat16
     assert family.model_class.from_base(live).config.dtype == torch.bfloat16
+
+
+@pytest.mark.few(20)
+def test_loading_leaves_generators_and_what_other_threads_make_alone(family, saved, monkeypatch):
+    folder, model = saved
+    made, build = [], family.model_class.drafter_class.__init__
+
+    def beside(drafter, config):
+        with ThreadPoolExecutor(1) as threads:
+            ours = {"generator": torch.Generator()}
+            made.append(threads.submit(lambda: nn.init.normal_(torch.full((9,), 7.0), **ours)).result())
+        build(drafter, config)
+
+    monkeypatch.setattr(family.model_class.drafter_class, "__init__", beside)
+    state = torch.get_rng_state()
+    type(model).from_pretrained(folder / "heads", base_model=model.base)
+    assert made and all((values != 7.0).all() for values in made)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @medusa
