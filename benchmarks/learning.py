@@ -1,18 +1,22 @@
 """Heads that learn from what they serve: tokens per step, a hundred requests at a time.
 
-    python benchmarks/learning.py --heads eagle3                      # the bundled heads, completions of Python files
-    python benchmarks/learning.py --heads hydra++ --fresh             # heads just made
-    python benchmarks/learning.py --heads eagle3 --then docs/*.md     # other texts from the middle on
-    python benchmarks/learning.py --heads eagle3 --busy               # no idle time: the share of the time alone
+    python benchmarks/learning.py --heads eagle3                          # the bundled heads, pieces of Python files
+    python benchmarks/learning.py --heads hydra++ --fresh                 # heads just made
+    python benchmarks/learning.py --heads eagle3 --traffic python:250 sql:250
+    python benchmarks/learning.py --heads eagle3 --traffic python:100 poison:10000 python:100 --tokens 8
+    python benchmarks/learning.py --heads FOLDER --dtype bfloat16 --traffic chats:500 --questions question.jsonl
+    python benchmarks/learning.py --heads eagle3 --busy                   # no idle time: the share of the time alone
 
-The bundled base completes pieces of files (default: the configuration files of transformers), greedily and in float32,
-48 tokens each. Requests come in twenties, behind which nobody asks for a while, unless `--busy`; `--still` leaves the
-heads as they are.
+A model completes texts greedily, by default in float32 and 48 tokens each: pieces of the configuration files of
+transformers (`python`), queries of made-up tables (`sql`), questions (`chats`, through the chat template where there is
+one), random tokens (`poison`). Requests come in twenties, behind which nobody asks for a while, unless `--busy`;
+`--still` leaves the heads as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import time
 from pathlib import Path
@@ -26,44 +30,83 @@ import hf_drafthead
 from hf_drafthead import zoo
 
 AT_ONCE, LINES, LONGEST = 20, 12, 64
+TABLES = {
+    "orders": ["order_id", "customer_id", "total", "created_at", "status"],
+    "customers": ["customer_id", "name", "email", "country"],
+    "products": ["product_id", "title", "price", "stock", "supplier_id"],
+    "invoices": ["invoice_id", "order_id", "amount", "due_date", "paid"],
+    "suppliers": ["supplier_id", "company", "city", "phone"],
+}
 
 
-def prompts(tokenizer: Any, files: list[Path], count: int, seed: int) -> list[list[int]]:
-    """Beginnings of pieces of files."""
+def query(dice: random.Random) -> str:
+    """A query of one of the tables."""
+    table = dice.choice(sorted(TABLES))
+    columns = TABLES[table]
+    some, where, by = dice.sample(columns, 3), dice.choice(columns), dice.choice(columns)
+    values = ", ".join(str(dice.randrange(900)) for _ in columns)
+    kinds = [
+        f"SELECT {', '.join(some)}\nFROM {table}\nWHERE {where} = {dice.randrange(1000)}\nORDER BY {by} DESC;\n",
+        f"SELECT {by}, COUNT(*)\nFROM {table}\nGROUP BY {by}\nHAVING COUNT(*) > {dice.randrange(50)};\n",
+        f"INSERT INTO {table} ({', '.join(columns)})\nVALUES ({values});\n",
+        f"UPDATE {table}\nSET {some[0]} = {dice.randrange(1000)}\nWHERE {where} = {dice.randrange(1000)};\n",
+    ]
+    return dice.choice(kinds)
+
+
+def prompts(tokenizer: Any, kind: str, count: int, seed: int, questions: Path | None) -> list[list[int]]:
+    """Beginnings of texts of one kind."""
     dice, found = random.Random(seed), list[list[int]]()
+    files = sorted((Path(transformers.__file__).parent / "models").rglob("configuration_*.py"))
+    rows = [json.loads(line)["turns"][0] for line in questions.read_text().splitlines()] if questions else []
     while len(found) < count:
-        lines = dice.choice(files).read_text("utf-8", "ignore").splitlines(keepends=True)
-        first = dice.randrange(max(len(lines) - LINES, 1))
-        ids = tokenizer("".join(lines[first : first + LINES])[:2000])["input_ids"][:LONGEST]
-        found += [ids] if len(ids) > LONGEST // 2 else []
+        if kind == "poison":
+            ids = [dice.randrange(len(tokenizer)) for _ in range(LONGEST)]
+        elif kind == "chats" and tokenizer.chat_template:
+            turns = [{"role": "user", "content": dice.choice(rows)[:400]}]
+            ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+        else:
+            if kind == "python":
+                lines = dice.choice(files).read_text("utf-8", "ignore").splitlines(keepends=True)
+                first = dice.randrange(max(len(lines) - LINES, 1))
+                text = "".join(lines[first : first + LINES])
+            else:
+                text = "".join(query(dice) for _ in range(6)) if kind == "sql" else dice.choice(rows)
+            ids = tokenizer(text[:2000])["input_ids"][:LONGEST]
+        found += [ids] if len(ids) > (0 if kind == "chats" else LONGEST // 2) else []
     return found
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--heads", default="eagle3")
-    options.add_argument("--requests", type=int, default=500)
-    options.add_argument("--files", nargs="+", type=Path)
-    options.add_argument("--then", nargs="+", type=Path, help="files of the second half of the requests")
+    options.add_argument("--heads", default="eagle3", help="a bundled family, or a folder with its tokenizer")
+    options.add_argument("--base", help="of fresh heads; default: the bundled one")
+    options.add_argument("--traffic", nargs="+", default=["python:500"], metavar="KIND:COUNT", help="one after another")
+    options.add_argument("--questions", type=Path, help="lines with `turns`, of chats")
+    options.add_argument("--tokens", type=int, default=48, help="new ones of a request")
+    options.add_argument("--dtype", default="float32")
     options.add_argument("--share", type=float, default=0.1)
     for flag in ("--fresh", "--busy", "--still"):
         options.add_argument(flag, action="store_true")
     asked = options.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    path = asked.heads if Path(asked.heads).is_dir() else zoo.path(asked.heads)
+    base, dtype = asked.base or zoo.path("base"), getattr(torch, asked.dtype)
+    tokenizer = AutoTokenizer.from_pretrained(base if asked.fresh else path)
     if asked.fresh:
-        model = hf_drafthead.from_base(zoo.path("base"), asked.heads).float()
+        model = hf_drafthead.from_base(base, asked.heads, dtype=dtype)
     else:
-        model = AutoModelForCausalLM.from_pretrained(zoo.path(asked.heads), dtype=torch.float32)
-    files = asked.files or sorted((Path(transformers.__file__).parent / "models").rglob("configuration_*.py"))
-    half = asked.requests // 2 if asked.then else asked.requests
-    requests = prompts(tokenizer, files, half, 0)
-    requests += prompts(tokenizer, asked.then, asked.requests - half, 1) if asked.then else []
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    requests = list[list[int]]()
+    for seed, (kind, count) in enumerate(part.split(":") for part in asked.traffic):
+        requests += prompts(tokenizer, kind, int(count), seed, asked.questions)
     manager = model.init_continuous_batching(slots=8, draft_tree={"dynamic": {"nodes": 16}})
     learner = None if asked.still else manager.learn(share=asked.share)
     manager.start()
     metrics, before, begun = manager.figures, (0, 0, 0), time.perf_counter()
     for first in range(0, len(requests), AT_ONCE):
-        for name in manager.add_requests(requests[first : first + AT_ONCE], max_new_tokens=48, do_sample=False):
+        for name in manager.add_requests(
+            requests[first : first + AT_ONCE], max_new_tokens=asked.tokens, do_sample=False
+        ):
             assert manager.get_result(name).error is None
         while learner is not None and learner.wants and not asked.busy:
             time.sleep(0.01)
