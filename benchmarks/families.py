@@ -67,6 +67,8 @@ NORMS = {f"{name}, {NORMS_STEPS} steps": FAMILIES[name] for name in ("eagle3", "
 # Drafters of 2026 beside EAGLE-3: one pass over a quarter of a million tokens (`--texts 1024`, of 256 tokens each).
 YOUNG_STEPS = 128
 YOUNG = {f"{name}, {YOUNG_STEPS} steps": FAMILIES[name] for name in OF_2026}
+DEEP = Recipe("peagle", {**FAMILIES["peagle"].fields, "num_layers": 4}, FAMILIES["peagle"].arguments)  # as published
+YOUNG[f"peagle of 4 layers, {YOUNG_STEPS} steps"] = DEEP
 
 # Amphista's recipe was chosen among these.
 TRIED = {
