@@ -187,7 +187,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, tor
             prompt = torch.randint(0, 32000, (args.batch, args.context), generator=torch.Generator().manual_seed(0))
             yield f"{args.shape} {family}", random_model(args.shape, family, dtype, args.device), prompt
         return
-    for path in [args.model] if args.model else [zoo.path(family) for family in zoo.families()]:
+    for path in args.model or [zoo.path(family) for family in zoo.families()]:
         tokenizer = AutoTokenizer.from_pretrained(path)
         prompt = tokenizer(["import os\n\n\ndef walk("] * args.batch, return_tensors="pt").input_ids
         yield str(path).rsplit("/")[-1], AutoModel.from_pretrained(path, dtype=dtype).to(args.device), prompt
@@ -196,7 +196,7 @@ def models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, tor
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--model", help="a draft-head checkpoint; default: every one in the zoo")
+    what.add_argument("--model", nargs="+", help="draft-head checkpoints; default: every one in the zoo")
     what.add_argument("--shape", choices=SHAPES, help="random weights of this shape instead")
     parser.add_argument(
         "--family",
