@@ -73,7 +73,7 @@ class Guesses(NamedTuple):
             rest = chances - (-best.exp()).log1p() + nn.functional.logsigmoid(-sure)
             chances = chances - best + nn.functional.logsigmoid(sure)
             chances = torch.cat([chances[..., :1], torch.minimum(chances, rest)[..., 1:]], dim=-1)
-        return tokens, chances.where(~chances.isnan(), -torch.inf)
+        return tokens, chances.where(~chances.isnan(), -torch.inf).clamp(max=0.0)  # a sum may be rounded down
 
     def _tilt(self, tilt: torch.Tensor) -> torch.Tensor:
         """A tilt (B, V) over the draft vocabulary (B, 1, V')."""

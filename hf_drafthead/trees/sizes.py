@@ -124,7 +124,7 @@ class Weighed:
         if self.value is None:
             self.value = chances.new_zeros(len(chances), 1)
         room = -chances.exp().sum(-1, keepdim=True).log()  # guesses of one node are at most certain together
-        chances = chances + room.clamp(max=math.log(self.correction))
+        chances = (chances + room.clamp(max=math.log(self.correction))).clamp(max=0.0)  # which rounding may pass
         slots = level.slots if chances.shape[1] > 1 else 0
         above = self.value[:, level.expanded][:, level.slots]
         self.value = torch.cat([self.value, above + chances[:, slots, level.ranks]], dim=1)

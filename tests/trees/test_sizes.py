@@ -162,6 +162,18 @@ def test_guesses_of_a_node_are_at_most_certain_together():
     assert step.value.exp()[0].tolist() == pytest.approx([1.0, 0.6 / 0.9, 0.2 / 0.9, 0.1 / 0.9])
 
 
+def test_rounding_makes_no_guess_likelier_than_the_node_that_it_hangs_below():
+    """Else a tree may be cut down to a guess without its root, of which the base says something else."""
+    step, levels = weighed(correction=3.0, rows=1000)
+    alone = torch.full((1000, 1, 3), -torch.inf)
+    alone[..., 0] = torch.empty(1000, 1).uniform_(-1, 0, generator=torch.Generator().manual_seed(0))
+    step.goes_on(levels[0], alone)
+    shape = DraftTree(PATHS).topology()
+    of_all = (each[:, :4].expand(1000, -1) for each in (torch.arange(9)[None], shape.parents, shape.depths))
+    tokens, topology, _ = Topology.of_best(*of_all, step.value, 1, 3)
+    assert (step.value <= 0).all() and not tokens.any() and not topology.depths.any()
+
+
 def test_the_nodes_that_give_most_for_their_cost_are_kept_and_hang_below_their_parents():
     step, levels = weighed()
     for level, chances in zip(levels, ([0.7, 0.05, 0.02], [0.8, 0.02], [0.9, 0.01])):
