@@ -430,6 +430,8 @@ def remarks(expected: Forecast, settings: DraftHeadTrainingArguments) -> list[st
             f"the learning rate rises for {rising} steps, but the training has {expected.steps}: it will not reach "
             f"{settings.learning_rate:g}; set warmup_steps lower, or take the quick recipe (--recipe quick)."
         )
+    if settings.save_only_model and settings.save_strategy != "no":
+        lines.append("checkpoints hold weights alone (save_only_model): the training cannot be resumed from them.")
     if settings.hours and expected.epoch and settings.num_train_epochs < 1:
         lines.append(
             f"one pass over the data takes about {duration(expected.epoch)}, the training has {settings.hours:g} h: "
