@@ -133,6 +133,7 @@ def moved(taker, state, stages, twin):
             layer.bind()
         cache.lengths = faked(cache.lengths)
     state.rows, state.limits = faked(state.rows), faked(state.limits)
+    state.pays = None  # nodes are weighed on a CPU alone
     rules.device = CUDA
     if rules.random.tape is not None:
         states = {"get_state": lambda: None, "set_state": lambda state: None}
