@@ -265,7 +265,7 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
 
 
 ROOMS = [
-    ("trees", 1617),
+    ("trees", 1619),
     ("evaluation", 1711),
     ("cli", 1361),
     ("learning", 403),

@@ -163,7 +163,9 @@ class Weighed:
         heads: Any = getattr(self.rule.tree, "tree", self.rule.tree)
         depth, cost = heads.max_depth or self.rule.tree.max_depth, self.rule.costs.whole
         right = self.sizes.hits / self.sizes.tries
-        if cost - 1 <= self.sizes.left and sum(right**level for level in range(depth + 1)) >= cost:
+        expected = sum(right**level for level in range(depth + 1))
+        # now and then it is tried with what may be lost anyway, else nothing would ever tell that it pays
+        if cost - 1 <= self.sizes.left - (ALLOWANCE if expected < cost else 0):
             self.levels, self.cost, self.drafts = depth, cost, True
         return self.drafts
 

@@ -26,13 +26,13 @@ def place(tmp_path_factory):
 def test_heads_of_a_base_in_half_precision_learn(family, dtype, place, tmp_path):
     arguments = {**QUICK, "max_steps": 6, "warmup_steps": 0, "save_steps": 1, "save_total_limit": 9}
     heads = tmp_path / "heads"
-    fields = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}  # the base has two layers
+    fields = {"feature_layers": [0, 1]} if family.startswith(("eagle3", "peagle")) else {}  # the base has two layers
     arguments |= {"fields": fields, "load": {"dtype": "auto"}}
     trained = train_heads(str(place / dtype), family, str(place / "texts.jsonl"), heads, **arguments)
     first, last = (load_file(heads / f"checkpoint-{step}" / "model.safetensors") for step in (1, 6))
     assert {tensor.dtype for tensor in last.values() if tensor.is_floating_point()} == {torch.float32}
     # of a vocabulary only the tokens that occur are learnt
-    of_tokens = ("embed_tokens.weight", "lm_head.weight", "markov.w1.weight", "draft_tokens")
+    of_tokens = ("embed_tokens.weight", "lm_head.weight", "markov.w1.weight", "_codebook.weight", "draft_tokens")
     learnt = [name for name in last if not name.endswith(of_tokens)]
     moved = torch.cat([(last[name] != first[name]).flatten() for name in learnt]).float().mean().item()
     assert moved > 0.9
@@ -58,7 +58,7 @@ class Products(TorchDispatchMode):
 @pytest.mark.parametrize("family", TRAINED)
 def test_all_products_of_a_step_are_in_half_precision(family, draft_vocab_size):
     shared = {"share_lm_head": True} if hasattr(TRAINED[family].model_class.config_class, "share_lm_head") else {}
-    layers = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}
+    layers = {"feature_layers": [0, 1]} if family.startswith(("eagle3", "peagle")) else {}
     base = tiny_base("llama", dtype=torch.bfloat16)
     model = fresh_heads(family, base, draft_vocab_size=draft_vocab_size, **shared, **layers)
     model.drafter.float().requires_grad_(True)

@@ -15,6 +15,8 @@ from tests.families import FAMILIES
 from tests.training.plain_loss import plain_loss
 from tests.training.test_trainer import ROWS
 
+# DFlash 2 learns to choose among its candidates as well: `test_golden_dflash2` compares its loss
+PLAIN = [family for family in FAMILIES if not family.name.startswith("dflash2")]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training_memory.py"
 
 
@@ -25,7 +27,7 @@ def gradients(model, loss):
 
 
 @pytest.mark.parametrize("chunk", [1, 700, 1 << 22], ids=["one position", "some", "all"])
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
 def test_loss_and_gradients_are_those_of_the_plain_way(family, chunk, monkeypatch):
     monkeypatch.setattr(heads_loss, "CHUNK", chunk)
     model = family.build(tiny_base(dtype=torch.float32))

@@ -70,7 +70,7 @@ def test_tokens_to_cover_a_share_of_the_labels_are_counted():
 
 @pytest.mark.parametrize("family", [family for family in TRAINED if family != "draft-model"])
 def test_in_the_quick_recipe_heads_on_many_tokens_choose_among_those_that_cover_the_text(family, monkeypatch):
-    fields, said = {"feature_layers": [0, 1]} if family.startswith("eagle3") else {}, []
+    fields, said = {"feature_layers": [0, 1]} if family.startswith(("eagle3", "peagle")) else {}, []
     rows = labelled(*(token for token in range(400) for _ in range(2)), *range(400, 404))
     choose_among_fewer(fresh_heads(family, tiny_base(vocab_size=2000), **fields), rows, said.append)
     assert not said  # 2,000 are not many

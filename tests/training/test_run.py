@@ -96,7 +96,7 @@ def test_a_training_without_enough_text_to_calibrate_on_is_saved_all_the_same(pl
 @pytest.mark.few(1)
 @pytest.mark.parametrize("family", list(families.TRAINED))
 def test_every_family_trains_saves_and_loads(family, place, tmp_path):
-    fields = {"feature_layers": [0, 1], "draft_vocab_size": 200} if family.startswith("eagle3") else {}
+    fields = {"feature_layers": [0, 1], "draft_vocab_size": 200} if family.startswith(("eagle3", "peagle")) else {}
     trained = train(place, tmp_path / "heads", family, fields=fields)
     files = {file.name for file in (tmp_path / "heads").iterdir()}
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= files
@@ -113,7 +113,7 @@ def test_every_family_trains_saves_and_loads(family, place, tmp_path):
     assert summary["schedule"] == families.FAMILIES[family].recipe["lr_scheduler_type"]
     prompts = own_prompts([{"input_ids": ids, "labels": ids} for ids in held_out_rows(place)], 3, 100)
     assert summary["tokens_per_step"] == pytest.approx(ExpectedTokensPerStep(prompts, 8)(loaded))
-    if family.startswith("eagle3"):
+    if family.startswith(("eagle3", "peagle")):
         counts = torch.bincount(torch.cat([torch.as_tensor(ids) for ids in token_rows(place)[3:]]), minlength=1024)
         tokens = loaded.drafter.draft_tokens
         assert len(tokens) == 200 and torch.equal(tokens, tokens.unique())
