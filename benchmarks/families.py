@@ -4,6 +4,7 @@
     python benchmarks/families.py --train --seeds 0 1 --heads "eagle3, 100 steps" "eagle3.1, 100 steps" --texts 1200
     python benchmarks/families.py                     # the tables, from the lines that are there
     python benchmarks/families.py --docs docs benchmarks/results    # and into the pages
+    python benchmarks/families.py --again .zoo-build/families/*     # trained heads, as chains and in small trees
 
 Every training is the zoo's (`zoo_recipe/heads.py`): same text, same steps; with parts left out half of them, and the
 norms of EAGLE 3.1 are compared over 100 steps. The base's hidden states are computed once for all. Seed 0 of a family
@@ -36,11 +37,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrai
 from zoo_recipe.build import OWN_TEXTS, STEPS, own_data
 from zoo_recipe.heads import AMPHISTA, FAMILIES, HEADS, Recipe, train_heads
 
-from hf_drafthead import DraftTree, zoo
+from hf_drafthead import zoo
 from hf_drafthead.evaluation.calls import draft, encode, steps_of
 from hf_drafthead.evaluation.measurement import tokens_per_step
 from hf_drafthead.evaluation.questions import read_questions
 from hf_drafthead.generation.settings import DEFAULT_TREE
+from hf_drafthead.generation.tree import resolve
 
 RESULTS = Path(__file__).parent / "results" / "families.jsonl"
 NEW_TOKENS = 96
@@ -84,10 +86,10 @@ TRIED = {
 }
 
 
-def measured(model: PreTrainedModel, tokenizer) -> float:
+def measured(model: PreTrainedModel, tokenizer, draft_tree: object = DEFAULT_TREE) -> float:
     """Tokens per step on the held-out prompts; every text must be the base's own."""
     prompts = [prompt.text for prompt in read_questions(zoo.ASSETS / "prompts.jsonl")]
-    tree = DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, model.base.config.vocab_size)
+    tree = resolve(draft_tree, model.drafter.max_depth, model.base.config.vocab_size)
     settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
     accepted = []
     for first in range(0, len(prompts), 8):
@@ -128,6 +130,14 @@ def train(names: list[str], seeds: list[int], work: Path, texts: int) -> None:
             with RESULTS.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(line, flush=True)
+
+
+def measure_again(folder: Path) -> None:
+    """Print the tokens per step of trained heads as a chain of five guesses, and in dynamic trees of 16 nodes."""
+    model = AutoModel.from_pretrained(folder, base_model=zoo.path("base"))
+    tokenizer = AutoTokenizer.from_pretrained(zoo.path("base"))
+    trees = {"chain": [[0] * depth for depth in range(1, 6)], "dynamic, 16 nodes": {"dynamic": {"nodes": 16}}}
+    print(folder.name, {name: round(measured(model, tokenizer, tree), 3) for name, tree in trees.items()}, flush=True)
 
 
 def lines() -> list[dict]:
@@ -205,7 +215,14 @@ def main() -> None:
     parser.add_argument(
         "--docs", type=Path, nargs="*", default=[], metavar="DIR", help="also write the tables into the pages under DIR"
     )
+    parser.add_argument(
+        "--again", type=Path, nargs="*", default=[], metavar="DIR", help="trained heads, to measure in other trees"
+    )
     args = parser.parse_args()
+    for folder in args.again:
+        measure_again(folder)
+    if args.again:
+        return
     if args.train:
         train(args.heads, args.seeds, args.work, args.texts)
     print(f"\n{of_families()}\n\n{of_ablations()}\n\n{of_young()}")
