@@ -31,7 +31,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import hf_drafthead  # noqa: F401 - registers the models
 from hf_drafthead import DraftTree
-from hf_drafthead.training.examples import frequent_tokens
+from hf_drafthead.training.examples import frequent_tokens, label_frequencies
 
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag"}
 
@@ -92,7 +92,7 @@ def draft_among(model: Any, size: int, shards: Path) -> None:
     tokens = None
     if size < known:
         rows = ShardRows(shards, float("inf"))
-        tokens = frequent_tokens([rows[row] for row in range(len(rows))], size, known)[0].to(model.base.device)
+        tokens = frequent_tokens(label_frequencies(rows, known), size)[0].sort().values.to(model.base.device)
     model.config.draft_vocab_size, model.drafter.draft_tokens = size, tokens
 
 

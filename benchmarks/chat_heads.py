@@ -53,7 +53,7 @@ from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import same_words
 from hf_drafthead.modeling.gguf_files import load_tokenizer
-from hf_drafthead.training.answers import Answerer, Sampling, Task, is_greedy
+from hf_drafthead.training.answers import Answerer, Sampling, Task
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder
 
@@ -80,10 +80,15 @@ def batches(items: list[Any], rows: int) -> list[list[Any]]:
     return [items[len(items) * at // count : len(items) * (at + 1) // count] for at in range(count)]
 
 
+def in_share(number: int, share: float) -> bool:
+    """Whether a chat is in a share of them that is spread evenly."""
+    return int(-number * share // 1) != int(-(number + 1) * share // 1)
+
+
 def write_round(answerer: Answerer, first: int, count: int, rows: int, two_turns: float) -> list[Task]:
     """Chats from nothing: the questions of all, their answers, the second questions of some, and so on."""
     tasks = [
-        Task(first + number, to_write=1 + is_greedy(number // 2, two_turns), greedy=is_greedy(number, 0.5))
+        Task(first + number, to_write=1 + in_share(number // 2, two_turns), greedy=number % 2 == 0)
         for number in range(count)
     ]
     work = tasks

@@ -69,22 +69,17 @@ def test_a_line_says_for_what_which_tree_and_how_fast():
         f"{first}a tree of 3 nodes is 1.26x as fast as the base (189 against 150 tokens/s, 2.35 tokens per step)"
     )
     nothing = "no tree pays (the fastest is 0.95x the base), so the base decodes by itself"
-    assert entry_in_words({**entry, "tree": []}) == first + nothing
+    assert (
+        entry_in_words({**entry, "tree": []}) == entry_in_words({**entry, "tree": [], "lookup": 0}) == first + nothing
+    )
+    for tree, words in (([[0]], "a tree of 2 nodes"), ([], "a tree of 1 nodes")):
+        copied = f"{first}{words} with 8 copied tokens is 1.26x as fast as the base (189 against 150"
+        assert copied in entry_in_words({**entry, "tree": tree, "lookup": 8})
 
 
 def test_a_dry_run_stores_nothing_and_the_base_can_write_the_prompts(run, folder):
     code, out, _ = run("--dry-run")
     assert code == 0 and "batch size 1, " in out and stored(folder) == []
-
-
-def test_a_line_names_the_copies_that_pay():
-    measured = {"speedup": 2.0, "tokens_per_second": 20.0, "base_tokens_per_second": 10.0, "tokens_per_step": 3.0}
-    entry = {**CalibrationKey("CPU A", 2, "float32", 1, "eager", "a")._asdict(), "measured": measured}
-    for tree, words in (([[0]], "a tree of 2 nodes"), ([], "a tree of 1 nodes")):
-        line = entry_in_words({**entry, "tree": tree, "lookup": 8})
-        assert f"eager steps: {words} with 8 copied tokens is 2.00x as fast as the base (20 against 10" in line
-    assert "copied" not in entry_in_words({**entry, "tree": [[0]]})  # an entry of an earlier version
-    assert "no tree pays" in entry_in_words({**entry, "tree": [], "lookup": 0})
 
 
 def test_info_shows_what_was_calibrated(folder, run, command):

@@ -127,8 +127,6 @@ def test_calls_that_the_base_decoded_are_told(run):
         (["--set", "no_such_setting=1"], "no_such_setting"),
         (["--prompts", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (["--max-new-tokens", "120"], "prompts.jsonl line 2: a prompt of 16 tokens and 120 new ones exceed the base's"),
-        (["--dtype", "int8"], "--dtype 'int8' is no floating point type: expected auto, float32,"),
-        (["--chat-template", "nowhere.jinja"], "there is no chat template 'nowhere.jinja': give a Jinja file"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(run, arguments, text):
@@ -136,13 +134,6 @@ def test_bad_input_is_refused_in_one_line(run, arguments, text):
     assert code == 2
     assert err.startswith("hf-drafthead: ") and err.count("\n") == 1
     assert text in err
-
-
-def test_half_precision_is_loaded_when_asked_for(run, tmp_path):
-    file = tmp_path / "verdict.json"
-    code, out, _ = run("--dtype", "bfloat16", "--limit", 1, "--batch-size", 1, "--json", file)
-    assert code == 0 and out.endswith(" The checks of exactness are --exact and --dtype float32.\n")
-    assert json.loads(file.read_text())["dtype"] == str(torch.bfloat16).removeprefix("torch.")
 
 
 def test_a_split_of_a_data_set_is_verified(run, tmp_path):

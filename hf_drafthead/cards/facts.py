@@ -189,10 +189,8 @@ def counts_in_words(counts: Mapping[str, Any]) -> str:
 
     >>> counts_in_words({"texts": 3, "rounding": 0, "faults": 0})
     'all 3 texts are the same'
-    >>> margins = {"largest_margin": 0.125, "largest_probability_margin": 0.01}
-    >>> counts_in_words({"texts": 3, "rounding": 1, "faults": 1, **margins})
-    '1 of 3 texts is the same, 1 differs from a near tie on (largest margin 0.125 in the logits, 0.01 in probability), \
-1 differs by more than rounding explains'
+    >>> counts_in_words({"texts": 3, "rounding": 1, "faults": 0, "largest_margin": 0.125})
+    '2 of 3 texts are the same, 1 differs from a near tie on (largest margin 0.125 in the logits)'
     """
     texts, rounding, faults = counts["texts"], counts["rounding"], counts["faults"]
     same = texts - rounding - faults
@@ -200,9 +198,9 @@ def counts_in_words(counts: Mapping[str, Any]) -> str:
         return f"all {texts} texts are the same" if texts != 1 else "the text is the same"
     parts = [f"{same} of {texts} texts {'is' if same == 1 else 'are'} the same"]
     if rounding:
-        margins = {"the logits": counts.get("largest_margin"), "probability": counts.get("largest_probability_margin")}
-        largest = ", ".join(f"{margin:.3g} in {name}" for name, margin in margins.items() if margin is not None)
-        parts.append(f"{_differ(rounding)} from a near tie on (largest margin {largest or 'not recorded'})")
+        margin = counts.get("largest_margin")
+        largest = "not recorded" if margin is None else f"{margin:.3g} in the logits"
+        parts.append(f"{_differ(rounding)} from a near tie on (largest margin {largest})")
     if faults:
         parts.append(f"{_differ(faults)} by more than rounding explains")
     return ", ".join(parts)

@@ -41,9 +41,9 @@ def count(help: str, least: int = 1) -> Any:
     return typer.Option(metavar="N", min=least, help=help)
 
 
-def amount(help: str, *, least: float = 0.0, most: float | None = None, metavar: str = "X") -> Any:
+def amount(help: str, *, least: float = 0.0, metavar: str = "X") -> Any:
     """An option that is a number, not below 0."""
-    return typer.Option(metavar=metavar, min=least, max=most, help=help)
+    return typer.Option(metavar=metavar, min=least, help=help)
 
 
 def string(help: str, metavar: str | None = None, *names: str) -> Any:
@@ -146,12 +146,7 @@ def parse_tree(text: str) -> Any:
 
     if text in ("dynamic", AUTO, "lookup"):
         return text
-    if text.lstrip().startswith("{"):
-        try:
-            sizes = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            advice = 'give {"dynamic": {"nodes": 32}}.'
-            raise ValueError(f"--tree {text[:40]!r} is not JSON ({error}): {advice}") from None
+    if isinstance(sizes := json_or_text(text), dict):
         resolve(sizes, None, 2**31)
         return sizes
     if text.lstrip().startswith("["):
@@ -170,11 +165,15 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
         name, equals, value = pair.partition("=")
         if not (name and equals):
             raise ValueError(f"--set {pair!r} is no NAME=VALUE: give for example --set learning_rate=1e-3.")
-        try:
-            options[name] = json.loads(value)
-        except (json.JSONDecodeError, RecursionError):
-            options[name] = value
+        options[name] = json_or_text(value)
     return options
+
+
+def json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
@@ -218,10 +217,7 @@ def read_template(path: Path | None) -> str | None:
 
 def template_values(text: str | None) -> dict[str, Any]:
     """The variables that `--chat-template-kwargs` gives a chat template."""
-    try:
-        values = json.loads(text) if text else {}
-    except (ValueError, RecursionError):
-        values = None
+    values = json_or_text(text) if text else {}
     if not isinstance(values, dict) or not all(name.isidentifier() for name in values):
         raise ValueError(
             f'--chat-template-kwargs {str(text)[:40]!r} is no JSON object: give {{"enable_thinking": false}}.'

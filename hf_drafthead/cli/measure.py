@@ -34,24 +34,21 @@ def run_bench(
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
     from hf_drafthead.evaluation import report
-    from hf_drafthead.evaluation.bench import INTERRUPTED, BenchPlan
+    from hf_drafthead.evaluation.bench import INTERRUPTED, bench_models, ways_to_call
     from hf_drafthead.evaluation.calls import PROMPT_LOOKUP
     from hf_drafthead.evaluation.questions import read_questions
 
     sizes = common.parse_numbers("--batch-size", batch_size, int)
     compare = compare or (PROMPT_LOOKUP if sizes == [1] else "none")  # which needs no heads, and decodes one row
-    plan = BenchPlan(
-        models=models,
-        questions=read_questions(questions, split, limit),
-        settings={"max_new_tokens": max_new_tokens, **common.parse_settings(settings)},
-        temperatures=common.parse_numbers("--temperature", temperature, float, zero=True) or [0.0],
-        trees=[common.parse_tree(text) for text in tree] if tree else [None],
-        lookups=common.parse_numbers("--lookup", lookup, int, zero=True),
-        compare=[] if compare == "none" else compare.split(","),
-        batch_sizes=sizes,
-        options={"captured": captured, "repeats": repeats, "seed": seed},
-        load=loading.checked(),
+    ways = ways_to_call(
+        {"max_new_tokens": max_new_tokens, **common.parse_settings(settings)},
+        common.parse_numbers("--temperature", temperature, float, zero=True) or [0.0],
+        common.parse_numbers("--lookup", lookup, int, zero=True),
     )
+    options: dict[str, Any] = {"captured": captured, "repeats": repeats, "seed": seed, "batch_sizes": sizes}
+    options["trees"] = [common.parse_tree(text) for text in tree] if tree else [None]
+    options["compare"] = [] if compare == "none" else compare.split(",")
+    asked = read_questions(questions, split, limit)
     name = Path(questions).resolve().name if Path(questions).exists() else questions
     command = shlex.join(["hf-drafthead", *sys.argv[1:]])
     about = {"questions": name, "split": split, "limit": limit, "command": command}
@@ -60,8 +57,8 @@ def run_bench(
     def keep(measurements: list[Any]) -> None:
         common.write_json(json_path, report.to_json(measurements, **about))
 
-    with common.bar(plan.batches) as begin:
-        measurements = plan.carry_out(begin=begin, notify=common.complain, keep=keep)
+    options |= {"bar": common.bar, "notify": common.complain, "keep": keep}
+    measurements = bench_models(models, loading.checked(), asked, ways, **options)
     console = common.output()
     console.print(report.table(measurements))
     common.say(*report.verdicts(measurements))
@@ -89,22 +86,21 @@ def run_verify(
     """Whether a model with draft heads writes what its base writes; ends with 1 if it does not."""
     from hf_drafthead.evaluation.calls import batched, encode_all
     from hf_drafthead.evaluation.questions import read_questions
-    from hf_drafthead.evaluation.verify import calls, verdict_table
+    from hf_drafthead.evaluation.verify import verdict_table
     from hf_drafthead.evaluation.verify import verify as check
     from hf_drafthead.exactness import exact
 
-    options: dict[str, Any] = {"batch_size": batch_size, "settings": common.parse_settings(settings)}
+    options: dict[str, Any] = {"batch_size": batch_size, "settings": common.parse_settings(settings), "seed": seed}
     questions = read_questions(prompts, split, limit)
     loaded, tokenizer = dataclasses.replace(loading, exact=False).load(model)
     inputs = encode_all(loaded, tokenizer, batched(questions, 1), max_new_tokens)
     rows = [prompt["input_ids"][0].tolist() for prompt in inputs]
-    of_calls = {"max_new_tokens": max_new_tokens, "seed": seed, "tokenizer": tokenizer, "scores": loading.exact}
+    options |= {"max_new_tokens": max_new_tokens, "tokenizer": tokenizer, "scores": loading.exact, "bar": common.bar}
     before = None
-    with common.bar(calls(rows, **options) * (1 + loading.exact)) as begin:
-        if loading.exact:
-            before = check(loaded, rows, progress=begin("as it is"), **options, **of_calls)
-            exact(loaded)
-        verdict = check(loaded, rows, progress=begin("exact" if before else "verify"), **options, **of_calls)
+    if loading.exact:
+        before = check(loaded, rows, **options)
+        exact(loaded)
+    verdict = check(loaded, rows, **options)
     if before is not None:
         common.output().print(verdict_table(before))
         common.say(f"Without --exact: {before.in_words()} With it:")

@@ -23,7 +23,6 @@ def run_distill(
     data: Annotated[str | None, string("Chats, prompts or texts: a file, a folder, or the name of a data set.")] = None,
     synthesize: Annotated[int | None, count("Without --data: write N chats, questions by the base too.")] = None,
     turns: Annotated[int, count("With --synthesize: questions of a chat, at most.")] = 1,
-    greedy: Annotated[float, amount("With --synthesize: share of chats with greedy answers.", most=1.0)] = 0.5,
     question_tokens: Annotated[int, count("With --synthesize: tokens of a question, at most.")] = 96,
     endpoint: Annotated[str | None, string("Ask this OpenAI-compatible server: http://host:8000/v1.", "URL")] = None,
     served_model: Annotated[str | None, string("With --endpoint: the model on the server.", "NAME", "--model")] = None,
@@ -67,8 +66,7 @@ def run_distill(
     if data is not None:
         rows = read_rows(data, split=split)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
-    options |= {"prompt_tokens": prompt_tokens, "turns": turns, "greedy": greedy, "question_tokens": question_tokens}
-    options["seed"] = seed
+    options |= {"prompt_tokens": prompt_tokens, "turns": turns, "question_tokens": question_tokens, "seed": seed}
     if endpoint is None:
         answers, tokenizer = loading.load(str(model))
         answers = answers.base if answers.drafter.copies is not None else answers  # a base alone
@@ -80,9 +78,7 @@ def run_distill(
         if tokenizer is not None and values:
             tokenizer.chat_template = common.with_values(tokenizer.chat_template, values)
         options["batch_size"] = concurrency
-    with common.bar(synthesize or len(rows)) as begin:
-        tell = begin("answering" if synthesize is None else "writing")
-        report = room.distill(answers, tokenizer, rows, output_file, progress=tell, **options)
+    report = room.distill(answers, tokenizer, rows, output_file, bar=common.bar, **options)
     common.say(str(report))
     common.write_json(json_path, report.to_json())
 
@@ -102,13 +98,13 @@ def vocabulary(
     from hf_drafthead.data.sources import read_rows
     from hf_drafthead.modeling.gguf_files import load_tokenizer
     from hf_drafthead.training.data import tokenize_rows
-    from hf_drafthead.training.examples import ranked_tokens
+    from hf_drafthead.training.examples import frequent_tokens, label_frequencies
 
     tokenizer = load_tokenizer(base)
     tokenizer.chat_template = common.read_template(chat_template) or tokenizer.chat_template
     rows, report = tokenize_rows(read_rows(data, split=split), tokenizer)
-    tokens, counts = ranked_tokens(rows, size, len(tokenizer))
-    tokens, share = tokens[counts[tokens] > 0], int(counts[tokens].sum()) / max(int(counts.sum()), 1)
+    counts = label_frequencies(rows, len(tokenizer))
+    tokens, share = frequent_tokens(counts, min(size, int((counts > 0).sum())))
     output_file.write_text(json.dumps(tokens.tolist()) + "\n", encoding="utf-8")
     common.say(str(report), f"{len(tokens):,} tokens are {share:.2%} of the text".replace("%", " %"))
 

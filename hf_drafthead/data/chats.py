@@ -53,6 +53,16 @@ class Chat:
         return replace(self, **{"mapped": {**self.mapped, change: None}, **fields})
 
 
+def asked_in(row: Mapping[str, Any]) -> Chat:
+    """The system turn and the questions of a row with `messages` or `turns`, without answers; else Refused."""
+    if row["messages"] is not None:
+        chat = repaired(row["messages"], row["tools"])
+        return Chat([turn for turn in chat.messages if turn["role"] in ("system", "user")], tools=chat.tools)
+    if not all(turn.strip() for turn in row["turns"]):
+        raise Refused("one of its turns is empty")
+    return Chat([{"role": "user", "content": turn} for turn in row["turns"]])
+
+
 def repaired(messages: Sequence[Mapping[str, Any]] | None, tools: str | None = None) -> Chat:
     """A chat of known roles in an order that templates understand, of turns and tools as in `data.rows`; else Refused.
 

@@ -22,6 +22,7 @@ from hf_drafthead.evaluation.measurement import Measurement, Round, Run, summed_
 from hf_drafthead.evaluation.questions import Question
 from hf_drafthead.evaluation.rounding import BaseCall
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.trees.calibrate import Bar
 from hf_drafthead.trees.entries import is_calibrated
 from hf_drafthead.trees.timing import time_interleaved
 
@@ -30,11 +31,8 @@ INTERRUPTED, NO_MEMORY = "interrupted", "out of memory"
 
 @dataclass
 class BenchRun:
-    """One measurement at one batch size: how it is done, as `bench` is told, and the rounds so far.
-
-    methods: of decoding, by name; those that cannot run here are removed, with a notice; lossless: whether the text of
-    the heads should be the base's; stopped: why it ended early, if it did; notices: what was left out.
-    """
+    """One measurement at one batch size: how it is done, as `bench` is told, and the rounds so far; `methods` that
+    cannot run here are removed, with a notice."""
 
     model: Any
     tokenizer: Any
@@ -234,55 +232,46 @@ def acceptance_of(model: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if name not in unused}
 
 
-@dataclass(frozen=True)
-class BenchPlan:
-    """What one call of `hf-drafthead bench` measures."""
+def ways_to_call(
+    settings: Mapping[str, Any], temperatures: Sequence[float] = (), lookups: Sequence[int] = ()
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The settings of `generate` and those of the heads alone for every measurement: at each temperature, where there
+    are several with every kind of acceptance, and with so many tokens that the heads' tree copies from the text."""
+    curve, ways = len(temperatures) > 1, []
+    for heat in temperatures or (None,):
+        kinds = ("exact", "typical") if curve and heat else ("exact",) if curve else (None,)
+        for kind, copied in itertools.product(kinds, lookups or (None,)):
+            lookup = {} if copied is None else {"prompt_lookup_num_tokens": copied}
+            acceptance = {} if kind is None else {"acceptance": kind}
+            ways.append(({**calls.sampling(heat), **settings}, {**acceptance, **lookup}))
+    return ways
 
-    models: Sequence[str]  # folders or ids
-    load: Callable[[str], tuple[Any, Any]]  # gives model and tokenizer of each
-    questions: Sequence[Question]
-    settings: dict[str, Any]  # of `generate`
-    temperatures: Sequence[float] = ()  # 0 is greedy; of several each is measured with every kind of acceptance
-    trees: Sequence[str | DraftTree | None] = (None,)  # each is measured; None is the model's own
-    lookups: Sequence[int] = ()  # tokens that the heads' tree copies from the text, 0 for none, each measured
-    compare: Sequence[str] = ()
-    batch_sizes: Sequence[int] = (1,)
-    options: Mapping[str, Any] = field(default_factory=dict)  # of every `bench`
 
-    @property
-    def batches(self) -> int:
-        """How often `progress` is called at most."""
-        batches = sum(len(calls.batched(self.questions, size)) for size in self.batch_sizes)
-        return len(self.models) * len(self.trees) * len(list(self.runs())) * batches
-
-    def runs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """The settings of `generate` and those of the heads alone, for every measurement of a model."""
-        curve = len(self.temperatures) > 1
-        for heat in self.temperatures or (None,):
-            kinds = ("exact", "typical") if curve and heat else ("exact",) if curve else (None,)
-            for kind, copied in itertools.product(kinds, self.lookups or (None,)):
-                lookup = {} if copied is None else {"prompt_lookup_num_tokens": copied}
-                acceptance = {} if kind is None else {"acceptance": kind}
-                yield {**calls.sampling(heat), **self.settings}, {**acceptance, **lookup}
-
-    def carry_out(
-        self,
-        *,
-        begin: Callable[[str], Callable[[], object]],
-        notify: Callable[[str], object],
-        keep: Callable[[list[Measurement]], object],
-    ) -> list[Measurement]:
-        """Measure one model after the other, up to where it is stopped; `begin` is called with its name, and gives what
-        to call after each batch of questions; `keep` with all measurements so far, whenever there are new ones."""
-        measurements: list[Measurement] = []
-        for name in self.models:
-            model, tokenizer = self.load(name)
-            options = {**self.options, "batch_sizes": self.batch_sizes, "notify": notify}
-            options["progress"] = begin(name.rstrip("/").rsplit("/")[-1])
-            for tree, (settings, acceptance) in itertools.product(self.trees, self.runs()):
-                compare = self.compare if acceptance.get("acceptance", "exact") == "exact" else ()
-                how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "compare": compare, **options}
-                new = bench(model, tokenizer, self.questions, settings, **how)
+def bench_models(
+    names: Sequence[str],
+    load: Callable[[str], tuple[Any, Any]],
+    questions: Sequence[Question],
+    ways: Sequence[tuple[dict[str, Any], dict[str, Any]]],
+    *,
+    trees: Sequence[Any] = (None,),
+    compare: Sequence[str] = (),
+    bar: Bar,
+    notify: Callable[[str], object],
+    keep: Callable[[list[Measurement]], object],
+    **options: Any,
+) -> list[Measurement]:
+    """Measure one model after the other, with every tree and in all ways to call it, up to where it is stopped; `keep`
+    is called with all measurements so far, whenever there are new ones; options: of every `bench`."""
+    measurements: list[Measurement] = []
+    batches = sum(len(calls.batched(questions, size)) for size in options["batch_sizes"])
+    with bar(len(names) * len(trees) * len(ways) * batches) as begin:
+        for name in names:
+            model, tokenizer = load(name)
+            options |= {"notify": notify, "progress": begin(name.rstrip("/").rsplit("/")[-1])}
+            for tree, (settings, acceptance) in itertools.product(trees, ways):
+                others = compare if acceptance.get("acceptance", "exact") == "exact" else ()
+                how: dict[str, Any] = {"tree": tree, "acceptance": acceptance, "compare": others, **options}
+                new = bench(model, tokenizer, questions, settings, **how)
                 measurements += new
                 keep(measurements)
                 if faults := sum(measurement.differences["faults"] for measurement in new):
@@ -292,4 +281,4 @@ class BenchPlan:
                     )
                 if new[-1].stopped is not None:
                     return measurements
-        return measurements
+    return measurements

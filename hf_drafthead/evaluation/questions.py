@@ -10,20 +10,17 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_drafthead.cards.card import UNCATEGORISED
-from hf_drafthead.data.chats import Chat, Refused, repaired
+from hf_drafthead.data.chats import Chat, Refused, asked_in
 from hf_drafthead.data.rows import EXPECTED, as_row
 from hf_drafthead.data.sources import read_records
 from hf_drafthead.data.texts import beginning_of, one_line
 
 BEGINNING = 64  # tokens of a plain text that are continued, as `hf-drafthead distill` does
-MT_BENCH = "mt_bench"  # as Spec-Bench calls the eight topics of MT-Bench, taken together
-TOPICS = frozenset({"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"})
-SPEC_BENCH_TASKS = frozenset({"translation", "summarization", "qa", "math_reasoning", "rag"})
 
 
 @dataclass(frozen=True)
@@ -58,10 +55,6 @@ def read_questions(source: str | Path, split: str | None = None, limit: int | No
     questions = [question_of(record, where) for where, record in read_records(source, split)]
     if not questions:
         raise ValueError(f'{source} holds no prompt: write one {{"prompt": "..."}} or {{"turns": [...]}} per line.')
-    categories = {question.category for question in questions}
-    if categories & SPEC_BENCH_TASKS and categories <= SPEC_BENCH_TASKS | TOPICS:  # as in its tables
-        of_topics = [question.category in TOPICS for question in questions]
-        questions = [replace(one, category=MT_BENCH) if of else one for one, of in zip(questions, of_topics)]
     before: Counter[str] = Counter()  # questions of each category
     places = []
     for number, question in enumerate(questions):
@@ -77,21 +70,19 @@ def question_of(row: Any, where: str) -> Question:
     fields = as_row(row)
     more: dict[str, Any] = {}
     turns: tuple[str, ...] = ()
-    if fields["messages"] is not None:
+    if fields["messages"] is not None or fields["turns"] is not None:
         try:
-            messages = repaired(fields["messages"]).messages
+            messages = asked_in(fields).messages
         except Refused as reason:
             raise ValueError(f"{where} is {shown}, a chat that cannot be asked: {reason}.") from None
         turns = tuple(turn["content"] for turn in messages if turn["role"] == "user")
         more = {"chat": True, "system": messages[0]["content"] if messages[0]["role"] == "system" else None}
-    elif fields["turns"] is not None:
-        turns, more = tuple(fields["turns"]), {"chat": True}
     elif fields["text"] is not None:
         turns = (fields["text"][: fields["given"]] if fields["given"] else fields["text"],)
         more = {} if fields["given"] or "prompt" in row else {"beginning": BEGINNING}
     if not turns:
         raise ValueError(f"{where} is {shown}: {EXPECTED}.")
-    if not all(turn.strip() if more.get("chat") else turn for turn in turns):
+    if not all(turns):
         raise ValueError(f"{where} is {shown}, a prompt that is empty: give the text that the model shall answer.")
     category = row.get("category")
     category = UNCATEGORISED if category in (None, "") else str(category)

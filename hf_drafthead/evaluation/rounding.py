@@ -23,8 +23,7 @@ class FirstDifference:
     position: int  # new tokens on which both agree
     base: int | None  # the token that follows, None where the text has ended
     heads: int | None
-    margin: float | None = None  # in the raw logits, see `margin_of`, None where no token was chosen differently
-    probability_margin: float | None = None  # the same as a change of probability
+    margin: float | None = None  # in the raw logits, see `BaseCall.margin`, None where no token was chosen differently
     near_tie: bool = False  # whether rounding explains the difference
 
 
@@ -53,15 +52,14 @@ class BaseCall:
         theirs, ours = ((text[position] if position < len(text) else None) for text in (base_tokens, heads_tokens))
         if theirs is None or ours is None:
             return FirstDifference(position, theirs, ours)
-        margin, probability, allowed = self.margin(row, list(base_tokens[:position]), ours)
-        return FirstDifference(position, theirs, ours, margin, probability, margin <= allowed)
+        margin, allowed = self.margin(row, list(base_tokens[:position]), ours)
+        return FirstDifference(position, theirs, ours, margin, margin <= allowed)
 
     @torch.no_grad()
-    def margin(self, row: int, text: list[int], token: int) -> tuple[float, float, float]:
+    def margin(self, row: int, text: list[int], token: int) -> tuple[float, float]:
         """The least margin with which the base chooses a token after `text` in the place of its own, infinite where
-        none does; by how much that raises its probability, as the processors leave it; and the margin that rounding
-        explains. The raw logits are changed, so that the change passes every processor and the noise that the base drew
-        here: the other token's up, all others down, each by half the margin."""
+        none does; and the margin that rounding explains. The raw logits are changed, so that the change passes every
+        processor and the noise that the base drew here: the other token's up, all others down, each by half of it."""
         single = {name: tensor[row : row + 1] for name, tensor in self.prompts.items()}
         prefix = torch.cat([single["input_ids"], single["input_ids"].new_tensor([text])], dim=1)
         mask = torch.cat([single["attention_mask"], torch.ones_like(prefix[:, : len(text)])], dim=1)
@@ -76,13 +74,10 @@ class BaseCall:
                 every = logits.new_empty(len(self.prompts["input_ids"]), logits.shape[-1]).exponential_(1)
             noise = every[row : row + 1]
 
-        def scores_at(margin: float) -> torch.Tensor:
+        def chosen_at(margin: float) -> bool:
             disturbed = logits - margin / 2
             disturbed[0, token] += margin
-            return processors(prefix, disturbed)
-
-        def chosen_at(margin: float) -> bool:
-            scores = scores_at(margin)
+            scores = processors(prefix, disturbed)
             best = scores.argmax(-1) if noise is None else (scores.softmax(-1) / noise).argmax(-1)
             return int(best) == token
 
@@ -90,14 +85,13 @@ class BaseCall:
         allowed = ROUNDING_STEPS * epsilon * float(logits.abs().max())
         low, high = 0.0, 4 * float(logits.max() - logits.min()) + 100.0
         if chosen_at(low):
-            return 0.0, 0.0, allowed
+            return 0.0, allowed
         if not chosen_at(high):
-            return float("inf"), 1.0, allowed
+            return float("inf"), allowed
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if chosen_at(middle) else (middle, high)
-        before, after = (float(scores_at(margin).softmax(-1)[0, token]) for margin in (0.0, high))
-        return high, after - before, allowed
+        return high, allowed
 
     def _processors(self, prompts: Mapping[str, torch.Tensor]) -> Any:
         """The logits processors that the base prepares for this call."""
@@ -114,12 +108,11 @@ class BaseCall:
 
 
 def counted(texts: int, differences: Sequence[FirstDifference]) -> dict[str, Any]:
-    """How many texts rounding and faults changed, and the largest margins that rounding explains; as JSON has it."""
+    """How many texts rounding and faults changed, and the largest margin that rounding explains; as JSON has it."""
     ties = [difference for difference in differences if difference.near_tie]
     return {
         "texts": texts,
         "rounding": len(ties),
         "faults": len(differences) - len(ties),
         "largest_margin": max((tie.margin or 0.0 for tie in ties), default=None),
-        "largest_probability_margin": max((tie.probability_margin or 0.0 for tie in ties), default=None),
     }

@@ -4,7 +4,7 @@ batches, up to an end of text, and with the user's settings.
 Shapes: B rows, P prompt positions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from hf_drafthead.evaluation.measurement import guess_depths, identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted
 from hf_drafthead.exactness import is_exact
+from hf_drafthead.trees.calibrate import Bar, no_bar
 from hf_drafthead.trees.choice import small_paths
 from hf_drafthead.trees.rank_paths import left_padded
 
@@ -155,7 +156,7 @@ def verify(
     settings: Mapping[str, Any] | None = None,
     tokenizer: Any = None,
     scores: bool = False,
-    progress: Callable[[], object] = lambda: None,
+    bar: Bar = no_bar,
 ) -> Verdict:
     """Compare the heads with their base on every prompt, with every check.
 
@@ -168,15 +169,18 @@ def verify(
         settings: of `generate`, such as processors; everything is checked with and without them.
         tokenizer: the base's, needed where the settings have `stop_strings`.
         scores: whether the bits of logits are compared too.
-        progress: called after each call that was compared.
+        bar: shows how many calls were compared, as of `calibrate`.
     """
     checks = all_checks(max_new_tokens, batch_size, settings or {}, model.base.generation_config.pad_token_id)
+    todo = [(check, group) for check in checks for group in groups(prompts, check.rows)]
     for check in checks:
         check.with_scores = scores
         check.settings = as_tokens(model, check.settings, tokenizer)
-        for group in groups(prompts, check.rows):
+    with bar(len(todo)) as begin:
+        advance = begin("exact" if is_exact(model) else "verify")
+        for check, group in todo:
             compare(model, check, group, seed)
-            progress()
+            advance()
     return Verdict(
         about={
             **identity(model),
@@ -189,11 +193,6 @@ def verify(
         },
         checks=checks,
     )
-
-
-def calls(prompts: Sequence[Tokens], *, batch_size: int, settings: Mapping[str, Any]) -> int:
-    """How often `verify` calls `progress`."""
-    return sum(len(list(groups(prompts, check.rows))) for check in all_checks(1, batch_size, settings))
 
 
 def all_checks(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StopStringCriteria, TopPLogitsWarper
 
-from hf_drafthead.data.chats import Chat, Refused, repaired
+from hf_drafthead.data.chats import Chat, Refused, asked_in
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import beginning_of, same_words, why_no_question
 from hf_drafthead.training import templates
@@ -64,7 +64,6 @@ class Sampling:
     prompt_tokens: int = 1
     question_tokens: int = 96
     turns: int | None = None  # None where the questions are given
-    greedy: float = 1.0
 
     def __post_init__(self) -> None:
         at_least_one(max_new_tokens=self.max_new_tokens, prompt_tokens=self.prompt_tokens)
@@ -72,28 +71,14 @@ class Sampling:
             raise ValueError(f"temperature is {self.temperature}: expected 0 for greedy, or a number above it.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: expected a number above 0, at most 1.")
-        if self.turns is None:
-            return
-        at_least_one(turns=self.turns, question_tokens=self.question_tokens)
-        if not 0 <= self.greedy <= 1:
-            raise ValueError(f"greedy is {self.greedy}: expected a share from 0 to 1.")
-        if self.greedy < 1 and self.temperature == 0:
-            raise ValueError(f"greedy is {self.greedy} at temperature 0: give greedy=1 (--greedy 1), or a temperature.")
+        if self.turns is not None:
+            at_least_one(turns=self.turns, question_tokens=self.question_tokens)
 
 
 def at_least_one(**counts: int) -> None:
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} is {value}: expected at least 1.")
-
-
-def is_greedy(index: int, share: float) -> bool:
-    """Whether a chat's answers are greedy: this share of the chats, spread evenly.
-
-    >>> [is_greedy(index, 0.5) for index in range(4)], is_greedy(7, 0.0), is_greedy(7, 1.0)
-    ([True, False, True, False], False, True)
-    """
-    return int(-index * share // 1) != int(-(index + 1) * share // 1)
 
 
 @dataclass
@@ -195,7 +180,7 @@ class Writer:
         ValueError where a tokenizer or a chat template is missing."""
         row = as_row(row)
         if row["messages"] is not None or row["turns"] is not None:
-            asked = self.fitted(_questions(row))
+            asked = self.fitted(asked_in(row))
             system = [turn for turn in asked.messages if turn["role"] == "system"]
             first, *later = [turn["content"] for turn in asked.messages if turn["role"] == "user"]
             return Task(index, later, [*system, {"role": "user", "content": first}], tools=asked.tools)
@@ -211,9 +196,8 @@ class Writer:
         return Task(index, given=beginning_of(self.bare, row["text"], self.sampling.prompt_tokens))
 
     def begin_own(self, index: int) -> Task:
-        """A task of which the base writes the questions too."""
-        greedy = is_greedy(index, self.sampling.greedy)
-        return Task(index, to_write=self.sampling.turns or 0, plain=self.chats is None, greedy=greedy)
+        """A task of which the base writes the questions too; every second one has greedy answers."""
+        return Task(index, to_write=self.sampling.turns or 0, plain=self.chats is None, greedy=index % 2 == 0)
 
     def answer(self, tasks: list[Task]) -> None:
         """Write the next answer or question of some of these tasks, at least of one; what ends becomes `done`."""
@@ -304,16 +288,6 @@ class Writer:
         except Refused as reason:
             return str(reason)
         return HIDDEN_THOUGHTS if templates.THOUGHTS_LEFT_OUT in fitted.mapped else None
-
-
-def _questions(row: Mapping[str, Any]) -> Chat:
-    """The system turn and the questions of a row, without answers."""
-    if row["messages"] is not None:
-        chat = repaired(row["messages"], row["tools"])
-        return Chat([turn for turn in chat.messages if turn["role"] in ("system", "user")], tools=chat.tools)
-    if not all(turn.strip() for turn in row["turns"]):
-        raise Refused("one of its turns is empty")
-    return Chat([{"role": "user", "content": turn} for turn in row["turns"]])
 
 
 class Answerer(Writer):
@@ -456,12 +430,8 @@ def writes_in_place(model: Any) -> bool:
 
 
 class RowDraws(LogitsProcessor):
-    """Makes the greedy choice a draw from the processed distribution, for the rows with a temperature.
-
-    The token drawn is the first whose cumulative probability exceeds a uniform number. The numbers of a row come
-    from a key of its own, one for each new position, so neither the batch nor the place where an interrupted run was
-    resumed can change it.
-    """
+    """Makes the greedy choice a draw from the processed distribution, for the rows with a temperature: the first token
+    whose cumulative probability exceeds a uniform number, of which each row has its own by its key and position."""
 
     def __init__(
         self, keys: list[str], prompt_length: int, new_tokens: int, temperatures: list[float], top_p: float

@@ -193,19 +193,15 @@ def sort_options(family: str, options: dict[str, Any]) -> tuple[dict[str, Any], 
     heads_fields = find_family(family).model_class.config_class.heads_fields()
     argument_names = {field.name for field in fields(DraftHeadTrainingArguments)}
     if unknown := sorted(set(options) - heads_fields - argument_names):
+        near = get_close_matches(unknown[0], sorted(heads_fields | argument_names), n=1)
         raise ValueError(
             f"{unknown[0]!r} is neither a config field of {family} ({', '.join(sorted(heads_fields))}) nor a "
-            f"training argument: {_meant(unknown[0], heads_fields | argument_names)}"
+            f"training argument: {f'did you mean {near[0]}?' if near else 'check its spelling, or leave it out.'}"
         )
     of_config = {name: value for name, value in options.items() if name in heads_fields}
     arguments = {name: value for name, value in options.items() if name not in heads_fields}
     refuse_wrong_types(arguments)
     return of_config, arguments
-
-
-def _meant(name: str, names: set[str]) -> str:
-    near = get_close_matches(name, sorted(names), n=1)
-    return f"did you mean {near[0]}?" if near else "check its spelling, or leave it out."
 
 
 def refuse_wrong_types(arguments: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_drafthead.data.texts import same_words
-from hf_drafthead.training.record import write_whole
+from hf_drafthead.training.record import keep_settings, write_whole
 
 NAMED = 5  # refused rows that the report names
 UNFIT_IN_A_ROW = 256  # chats without a question, one after the other, after which the base is asked for no more
@@ -65,10 +65,13 @@ class DistillReport:
             )
         for reason, count in self.unusable.items():
             line += f"\n{count:,} answers not used: {reason}"
-        if self.refused:
-            more = ", ..." if self.refused > len(self.refusals) else ""
-            line += f"\n{self.refused:,} rows refused: {', '.join(self.refusals)}{more}"
-        return line
+        return line + refused_in_words(self)
+
+
+def refused_in_words(report: Any) -> str:
+    """The rows that a report counts as refused, with the first reasons, on a line of its own; nothing without any."""
+    more = ", ..." if report.refused > len(report.refusals) else ""
+    return f"\n{report.refused:,} rows refused: {', '.join(report.refusals)}{more}" if report.refused else ""
 
 
 def in_words(counts: Mapping[str, int]) -> str:
@@ -96,15 +99,8 @@ class OutputFile:
         if self.output.exists() and not notes.is_file():
             advice = "move it away, or give another output"
             raise OSError(f"{str(output)!r} exists and was not written by this command: {advice}.")
-        if self.output.exists() and self.output.stat().st_size:  # else no row depends on anything yet
-            begun = json.loads(notes.read_text(encoding="utf-8"))
-            for name in sorted({*begun, *settings}):
-                if begun.get(name) != settings.get(name):
-                    raise ValueError(
-                        f"{str(output)!r} was started with {name}={begun.get(name)!r}, but now "
-                        f"{name}={settings.get(name)!r}: use the same setting, or give another output."
-                    )
-        write_whole(notes, json.dumps(settings, indent=2) + "\n")
+        begun = self.output.exists() and self.output.stat().st_size > 0  # else no row depends on anything yet
+        keep_settings(self.output, notes, settings, begun)
         self._file = open(self.output, "a+b")  # closed in `close`
         self._places = dict(self._found())  # where in the file each row is
         self._file.truncate(self._end)

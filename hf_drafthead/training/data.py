@@ -18,7 +18,7 @@ from hf_drafthead.data.rows import data_hash
 from hf_drafthead.data.sources import read_rows, uniform
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.training.arguments import DraftHeadTrainingArguments
-from hf_drafthead.training.collect import NAMED, in_words
+from hf_drafthead.training.collect import NAMED, in_words, refused_in_words
 from hf_drafthead.training.examples import PreparedData, longest_text_of
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, refuse_unknown, without_post_processor
@@ -56,9 +56,7 @@ class DataReport:
         line += f" ({in_words(self.mapped)})" if self.mapped else ""
         line += f": {self.examples:,} examples of {self.tokens:,} tokens, {self.labels:,} of them labels"
         line += f"; {self.held_out:,} examples are held out" if self.held_out else ""
-        if self.refused:
-            more = ", ..." if self.refused > len(self.refusals) else ""
-            line += f"\n{self.refused:,} rows refused: {', '.join(self.refusals)}{more}"
+        line += refused_in_words(self)
         if self.unused:
             line += f"\nnot used: {', '.join(f'{name} ({count:,} rows)' for name, count in self.unused.items())}"
         return line

@@ -7,8 +7,7 @@ there is no data, the base writes the questions too, or beginnings of texts.
 import hashlib
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from hf_drafthead.training.collect import UNFIT_IN_A_ROW, DistillReport, OutputF
 from hf_drafthead.training.endpoint import Server, ServerWriter
 from hf_drafthead.training.examples import PreparedData, longest_text_of
 from hf_drafthead.training.record import base_fingerprint
+from hf_drafthead.trees.calibrate import Bar, no_bar
 
 OWN_CHATS, MOST_CHATS = 2000, 200_000  # to write; where the hours end the writing
 ASSUMED_LENGTH = 256  # tokens of a row that is not written yet
@@ -29,14 +29,13 @@ ANSWER_TOKENS, QUESTION_TOKENS = (32, 64, 128, 256, 512), 96  # at most, of whic
 ROWS, TRIED = 32, 8  # at once, and tokens after which the clock is looked at
 SLOWER = 2  # times as long as the first tokens later ones may take, which have more keys to read
 FILE = "own.jsonl"  # in the folder of the heads
-Progress = Callable[[], None]
-Bar = Callable[[int], AbstractContextManager[Callable[[str], Callable[[], None]]]]
+Progress = Callable[[], object]
 
 
 def distill(
     model: Any,
     tokenizer: Any,
-    rows: Iterable[Mapping[str, Any]] | int,
+    rows: Collection[Mapping[str, Any]] | int,
     output: str | Path,
     *,
     max_new_tokens: int = 512,
@@ -46,11 +45,10 @@ def distill(
     max_length: int | None = None,
     prompt_tokens: int = 64,
     turns: int = 1,
-    greedy: float = 0.5,
     question_tokens: int = 96,
     seconds: float | None = None,
     seed: int = 0,
-    progress: Progress | None = None,
+    bar: Bar = no_bar,
 ) -> DistillReport:
     """Let a model answer the data's questions, in their order, its own answers being the context of the next ones.
 
@@ -69,20 +67,20 @@ def distill(
     Args:
         model: a causal language model on its device; one with draft heads needs fewer forward passes. Or a `Server`.
         tokenizer: its fast one, with a chat template if there are chats; None for a server that is asked chats alone.
-        rows: from `read_rows`, or anything that can be iterated over twice and gives such records; or the number of
-            chats to write, those of earlier runs included.
+        rows: from `read_rows`, or a list of such records; or the number of chats to write, those of earlier runs
+            included.
         output: JSON lines.
         max_new_tokens: of each answer.
-        temperature: 0 is greedy, as by default for rows; 1 by default for chats of the model's own.
+        temperature: 0 is greedy, as by default for rows; 1 by default for chats of the model's own, of which every
+            second one has greedy answers.
         top_p: sample from the likeliest tokens that have this probability together; above 0.
         batch_size: rows at a time; for a server, requests at once. By default 8; of the model's own
             chats 256 on an accelerator, 32 on a CPU or with a server.
         max_length: of a prompt with its answer; by default the base's positions. Not for a server.
         prompt_tokens: of a text, how many are given.
-        turns, greedy, question_tokens: of the model's own chats: questions of each at most, the share whose answers are
-            greedy, and tokens of a question at most.
+        turns, question_tokens: of the model's own chats: questions of each, and tokens of a question, at most.
         seconds: after which no further chat of the model's own is begun.
-        seed: of the sampling; progress: called once for each row.
+        seed: of the sampling; bar: shows how many rows are done, as of `calibrate`.
 
     Raises:
         OSError: the output cannot be written, or is another file; or the server cannot be used.
@@ -93,7 +91,7 @@ def distill(
     rows = without_format(rows)
     if isinstance(rows, int):
         at_least_one(count=rows)
-        settings |= {"turns": turns, "greedy": float(greedy), "question_tokens": question_tokens}
+        settings |= {"turns": turns, "question_tokens": question_tokens}
         data, usual_temperature = "the base's own questions", 1.0
         usual_size = 32 if isinstance(model, Server) or model.device.type == "cpu" else 256
     else:
@@ -103,7 +101,9 @@ def distill(
     batch_size = usual_size if batch_size is None else batch_size
     at_least_one(batch_size=batch_size)
     writer, about = _writer(model, tokenizer, settings, max_length)
-    return _collect(writer, output, {**about, "data": data}, rows, batch_size, progress, seconds)
+    count, part = (rows, "writing") if isinstance(rows, int) else (len(rows), "answering")
+    with bar(count) as begin:
+        return _collect(writer, output, {**about, "data": data}, rows, batch_size, begin(part), seconds)
 
 
 def _writer(
@@ -130,11 +130,11 @@ def _collect(
     settings: dict[str, Any],
     rows: Iterable[Mapping[str, Any]] | int,
     batch_size: int,
-    progress: Progress | None,
+    tell: Progress,
     seconds: float | None,
 ) -> DistillReport:
     """Answer what is not answered yet, and write it to the output in order; `settings` are what the rows depend on."""
-    report, start, tell = writer.report, time.monotonic(), progress or (lambda: None)
+    report, start = writer.report, time.monotonic()
     file = OutputFile(output, settings)
     share = None
     if isinstance(rows, int):
@@ -240,12 +240,11 @@ def write_own_text(
     hours: float | None,
     max_length: int | None,
     say: Callable[[str], object],
-    bar: Bar | None = None,
+    bar: Bar = no_bar,
 ) -> float:
     """Let the base (or a model with trained heads, which needs fewer forward passes) write so many chats or texts, by
     default 2,000, or those that half of the hours is enough for, into a file of JSON lines; the seconds that this took.
-    The same call resumes what was interrupted. `bar`, given the number of chats, yields what begins a part of the work
-    by its name and returns what to call for each chat."""
+    The same call resumes what was interrupted."""
     start, count = time.monotonic(), chats or (OWN_CHATS if hours is None else MOST_CHATS)
     kind = kind_of_text(tokenizer)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -254,11 +253,8 @@ def write_own_text(
     without = "" if kind == "chats" else ", for its tokenizer has no chat template"
     say(f"the base writes {amount} into {file}{without}")
     tokens = ANSWER_TOKENS[-1] if seconds is None or chats else fitting_tokens(model, seconds)
-    with nullcontext(None) if bar is None else bar(count) as begin:
-        progress = None if begin is None else begin("writing")
-        limits: dict[str, Any] = {"seconds": seconds, "max_length": max_length, "max_new_tokens": tokens}
-        report = distill(model, tokenizer, count, file, progress=progress, **limits)
-    say(str(report))
+    limits: dict[str, Any] = {"seconds": seconds, "max_length": max_length, "max_new_tokens": tokens}
+    say(str(distill(model, tokenizer, count, file, bar=bar, **limits)))
     return time.monotonic() - start
 
 

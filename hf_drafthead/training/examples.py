@@ -42,11 +42,8 @@ class PreparedData:
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """A batch of rows, padded on the right: `input_ids` and `labels`, each (B, T), and `label_positions` (N,) in them.
-
-    There is no mask: behind a text's end is what nothing in it sees, and a mask would cost the fast attention. So any
-    token that the base embeds will do as padding.
-    """
+    """A batch of rows, padded on the right: `input_ids` and `labels`, each (B, T), and `label_positions` (N,) in them;
+    without a mask, which would cost the fast attention: nothing in a text sees what is behind its end."""
     batch = {}
     for name, padding in (("input_ids", 0), ("labels", IGNORED)):
         values = [torch.as_tensor(row[name], dtype=torch.long) for row in rows]
@@ -55,10 +52,7 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def own_prompts(rows: Sequence[dict[str, Any]], count: int, longest: int) -> list[Tensor]:
-    """What comes before the first answer of some rows; of a row that is all text, its first quarter.
-
-    At most `count` of them, those of at most `longest` tokens.
-    """
+    """What comes before the first answer of at most `count` rows; of a row that is all text, its first quarter."""
     prompts = []
     for row in rows:
         ids, labels = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["labels"])
@@ -79,30 +73,15 @@ def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | Non
     size, known_tokens = model.config.draft_vocab_size, model.config.known_tokens
     if size is None or known_tokens is None or size >= known_tokens:
         return None
-    tokens, share = frequent_tokens(rows, size, known_tokens)
-    model.drafter.choose_vocabulary(tokens)
+    tokens, share = frequent_tokens(label_frequencies(rows, known_tokens), size)
+    model.drafter.choose_vocabulary(tokens.sort().values)
     return share
 
 
-def frequent_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, float]:
-    """The tokens (size,) that are labels most often (EAGLE-3's trainer), ascending, and their share of all labels.
-
-    If fewer occur, the lowest other ids of the base's `vocabulary` too.
-    """
-    chosen, counts = ranked_tokens(rows, size, vocabulary)
-    return chosen.sort().values, int(counts[chosen].sum()) / max(int(counts.sum()), 1)
-
-
-def ranked_tokens(rows: Any, size: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The tokens (size,) that are labels most often, the most frequent first, and how often each (vocabulary,) is."""
-    counts = label_frequencies(rows, vocabulary)
-    return counts.sort(descending=True, stable=True).indices[:size], counts
-
-
-def tokens_to_cover(rows: Any, vocabulary: int, share: float) -> int:
-    """How many of the most frequent tokens are this share of all labels, at least."""
-    counts = label_frequencies(rows, vocabulary).sort(descending=True).values
-    return int((counts.cumsum(0) < share * int(counts.sum())).sum()) + 1
+def frequent_tokens(counts: Tensor, size: int) -> tuple[Tensor, float]:
+    """The tokens (size,) of the greatest counts (EAGLE-3's trainer), these first, and their share of all counts."""
+    tokens = counts.sort(descending=True, stable=True).indices[:size]
+    return tokens, int(counts[tokens].sum()) / max(int(counts.sum()), 1)
 
 
 def label_frequencies(rows: Any, vocabulary: int) -> Tensor:

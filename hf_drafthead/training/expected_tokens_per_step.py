@@ -50,10 +50,7 @@ class ExpectedTokensPerStep:
         return len(self._batches)
 
     def tried(self, model: Any) -> tuple[float, float, float]:
-        """Seconds that the base takes to answer all prompts, the heads take to guess, and a token of an answer takes.
-
-        The first batch is answered for good.
-        """
+        """Seconds that the base takes to answer all prompts, the heads to guess, and a token of an answer takes."""
         start = time.perf_counter()
         texts, prompts, lengths = self._answered(model, 0)
         answered = time.perf_counter()

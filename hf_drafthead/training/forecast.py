@@ -56,11 +56,11 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
     batch, rows = args.per_device_train_batch_size, len(data.rows)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     in_epoch = math.ceil(math.ceil(rows / (batch * args.world_size)) / args.gradient_accumulation_steps)
-    times = None
+    times, hours = None, trainer.clock.limit
     if not trainer.is_fsdp_enabled:  # only the Trainer can run a sharded model
         times = _tried(trainer, data.held_out, batch * _row_length(data.rows))
-        if args.hours and args.max_steps <= 0:
-            fitting = 0.9 * 3600 * hours_left(trainer) / (in_epoch * times.step)
+        if hours and args.max_steps <= 0:
+            fitting = 0.9 * 3600 * hours / (in_epoch * times.step)
             args.num_train_epochs = min(args.num_train_epochs, fitting)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(in_epoch * args.num_train_epochs)
     every = args.eval_steps if args.eval_steps and args.eval_strategy == "steps" else None
@@ -70,7 +70,7 @@ def forecast(trainer: DraftHeadTrainer, data: PreparedData, share: float | None 
     evaluations = math.ceil(steps / (every or in_epoch)) if args.eval_strategy != "no" else 1
     seconds = None
     if times is not None:
-        training = min(steps * times.step, 3600 * hours_left(trainer) if args.hours else math.inf)
+        training = min(steps * times.step, 3600 * hours if hours else math.inf)
         seconds = training + max(evaluations, 1) * times.evaluation + times.once
     return Forecast(
         parameters=sum(parameter.numel() for parameter in model.drafter.parameters()),
@@ -88,11 +88,6 @@ def _row_length(rows: Sequence[Any]) -> float:
     """The mean of some of them."""
     some = range(0, len(rows), math.ceil(len(rows) / LOOKED_AT))
     return sum(len(rows[number]["input_ids"]) for number in some) / len(some)
-
-
-def hours_left(trainer: DraftHeadTrainer) -> float:
-    limit = None if trainer.clock is None else trainer.clock.limit
-    return float(trainer.args.hours or 0.0) if limit is None else limit
 
 
 class Times(NamedTuple):
@@ -116,8 +111,7 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> Tim
     def loss(learning: bool) -> Tensor:
         model.train(learning)
         with trainer.compute_loss_context_manager(), torch.set_grad_enabled(learning):
-            # most steps of a training count no ranks
-            return trainer.loss_on(model, inputs, totals if learning else None, count=not learning)
+            return trainer.compute_loss(model, inputs, num_items_in_batch=totals)  # type: ignore[no-any-return]
 
     def learn() -> Tensor:
         (tried := loss(True)).backward()
@@ -128,7 +122,7 @@ def _tried(trainer: DraftHeadTrainer, rows: Sequence[Any], length: float) -> Tim
         optimizer.step()
         return trained[0].flatten()[0]
 
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), trainer.own_counts():
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         passings = []
         for _ in range(3):  # the first includes one-time work, and makes the moments
             start = time.perf_counter()

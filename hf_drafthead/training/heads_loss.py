@@ -1,7 +1,7 @@
 """The loss of all heads on one batch: one forward of the base, logits only at labelled positions, a chunk at a time.
 
-A chunk's logits, their loss and its gradient are computed together: no logits are kept for the backward pass, or
-computed again in it, and the base's distribution is computed once per position, whatever the number of heads.
+A chunk's logits, their loss and its gradient are computed together: no logits are kept for the backward pass, and the
+base's distribution is computed once per position, whatever the number of heads.
 
 `shift` is how far ahead a head guesses: its logits at position t are for the token at t + shift. The base's own lm_head
 has shift 1, head i (0-based) has 2 + i.
@@ -152,12 +152,11 @@ class HeadsLoss:
                 features_there = hidden.index_select(0, source)  # states may have more behind as many numbers
                 guessed = head_rows[:, : features_there.shape[1]]
                 loss = loss + self.feature * (feature_loss(guessed, features_there) * weight).sum()
-        confidence = self.confidence if drafter.confidence_logits(rows[0][:1]) is not None else 0.0
-        size = self._chunk(drafter.choices, places.device)
-        plan = Plan(drafter.unary_logits, targets, weights, size, valid if count else None, torch.is_grad_enabled())
-        plan = plan._replace(foretold=drafter.confidence_logits, choice=drafter.choice_loss, confidence=confidence)
-        plan = plan._replace(next_token=self.next_token, teacher=self.teacher, distance=self.distance)
-        if self.teacher or self.distance or confidence:
+        size, choice = self._chunk(drafter.choices, places.device), drafter.choice_loss
+        plan = Plan(self, drafter.unary_logits, targets, weights, size, valid if count else None, choice=choice)
+        if self.confidence and drafter.confidence_logits(rows[0][:1]) is not None:
+            plan = plan._replace(foretold=drafter.confidence_logits)
+        if self.teacher or self.distance or plan.foretold is not None:
             plan = plan._replace(teachers=self._teachers(model, reading.scores.flatten(0, 1).detach(), sources))
         parameters = _learning(drafter, model.base.get_output_embeddings())
         projected, counts = ProjectedLoss.apply(plan, len(rows), *rows, *parameters)
@@ -183,10 +182,10 @@ class HeadsLoss:
         inputs, reading, labels, places = batch
         reader = self._reader(model)
         plan = Plan(
+            HeadsLoss(next_token=1.0),
             logits=lambda head, scores: reader.logits(scores),
             targets=[labels.flatten()[places]],
             weights=[torch.ones_like(places, dtype=torch.float32)],
-            next_token=1.0,
             size=self._chunk(model.config.get_text_config().vocab_size, places.device),
         )
         rows = reading.scores.to(places.device).flatten(0, 1).index_select(0, places - 1)
@@ -233,64 +232,56 @@ class Batch(NamedTuple):
 class Plan(NamedTuple):
     """What `ProjectedLoss` computes.
 
-    logits: (head, states (M, S)) to logits (M, D); targets: per head (N,) among the D, or IGNORED; weights: per head
-    (N,) of every position's loss; size: positions of a chunk; kept: per head (N,) at which positions ranks are counted,
-    None for no counting; next_token, teacher, distance, confidence: weights of the objectives; teachers: from a head
-    and a chunk to the base's distribution (M, D); foretold: from states (M, S) to logits (M,) of acceptance; choice:
-    from states, logits and the base's tokens, or the text's, to a loss (M,) that is added; learns: whether anybody asks
-    for gradients.
+    objectives: whose weights count; logits: (head, states (M, S)) to logits (M, D); targets: per head (N,) among the D,
+    or IGNORED; weights: per head (N,) of every position's loss; size: positions of a chunk; kept: per head (N,) at
+    which positions ranks are counted, None for no counting; teachers: from a head and a chunk to the base's
+    distribution (M, D); foretold: from states (M, S) to logits (M,) of acceptance; choice: from states, logits and the
+    base's tokens, or the text's, to a loss (M,) that is added.
     """
 
+    objectives: HeadsLoss
     logits: Callable[[int, Tensor], Tensor]
     targets: Sequence[Tensor]
     weights: Sequence[Tensor]
     size: int
     kept: Sequence[Tensor] | None = None
-    learns: bool = True
-    next_token: float = 0.0
-    teacher: float = 0.0
-    distance: float = 0.0
-    confidence: float = 0.0
     teachers: Callable[[int, slice], Tensor] | None = None
     foretold: Callable[[Tensor], Tensor | None] | None = None
     choice: Callable[[Tensor, Tensor, Tensor], Tensor | None] | None = None
 
     def loss(self, head: int, chunk: slice, states: Tensor) -> tuple[Tensor, Tensor]:
         """The weighted sum of a head's losses over a chunk of its states (M, S), and its logits (M, D) there."""
-        targets, logits = self.targets[head][chunk], self.logits(head, states)
+        targets, logits, of = self.targets[head][chunk], self.logits(head, states), self.objectives
         teachers = None if self.teachers is None else self.teachers(head, chunk)
         shares = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
         hard = shares.gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
-        lost, best = -self.next_token * hard * (targets != IGNORED), targets
+        lost, best = -of.next_token * hard * (targets != IGNORED), targets
         if teachers is not None:
             teachers = teachers.to(shares.dtype)
             best = teachers.argmax(-1).where(targets != IGNORED, IGNORED)
-            if self.teacher:
-                lost = lost - self.teacher * (teachers * shares).sum(-1)
-            if self.distance or self.confidence:
+            if of.teacher:
+                lost = lost - of.teacher * (teachers * shares).sum(-1)
+            if of.distance or self.foretold is not None:
                 distance = (shares.exp() - teachers).abs().sum(-1)
-                lost = lost + self.distance * distance
-            sure = self.foretold(states) if self.foretold is not None and self.confidence else None
+                lost = lost + of.distance * distance
+            sure = None if self.foretold is None else self.foretold(states)
             if sure is not None:
                 accepted = (1 - distance / 2).detach().to(torch.float32)
                 entropy = F.binary_cross_entropy_with_logits(sure.float(), accepted, reduction="none")
-                lost = lost + self.confidence * entropy
+                lost = lost + of.confidence * entropy
         choice = None if self.choice is None else self.choice(states, logits, best)
         lost = lost if choice is None else lost + choice
         return (self.weights[head][chunk].to(lost.dtype) * lost).sum().float(), logits
 
 
 class ProjectedLoss(torch.autograd.Function):
-    """The sum of all heads' weighted losses; how often each rank was given to a label.
-
-    The tensors are the states of each head (N, S), as many of each, and the parameters that `plan.logits` may use and
-    that learn. Gradients are computed in the forward pass, chunk by chunk, where the logits are at hand.
-    """
+    """The sum of all heads' weighted losses, and how often each rank was given to a label, of the heads' states (N, S)
+    and the parameters that learn. Gradients are computed in the forward pass, chunk by chunk."""
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, heads: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         states, parameters = tensors[:heads], tensors[heads:]
-        learns, first = plan.learns and any(ctx.needs_input_grad[2:]), plan.targets[0]
+        learns, first = any(ctx.needs_input_grad[2:]), plan.targets[0]
         loss = first.new_zeros((), dtype=torch.float32)
         counts = first.new_zeros(heads, RANKS + 1)
         to_states: list[list[Tensor]] = [[] for _ in range(heads)]
@@ -334,6 +325,8 @@ class ProjectedLoss(torch.autograd.Function):
 
 def _learning(*modules: nn.Module) -> list[Tensor]:
     """What learns of some modules: parameters, or what stands for them while they are computed in another type."""
+    if not torch.is_grad_enabled():
+        return []
     return [tensor for module in modules for tensor in module.parameters() if tensor.requires_grad]
 
 
@@ -379,10 +372,8 @@ def label_positions(labels: Tensor) -> Tensor:
 
 
 def sample_anchors(labels: Tensor, most: int, generator: torch.Generator | None = None) -> Tensor:
-    """Positions (B, A) of labels (B, T) from which the token after next is one, ascending, some of them by chance.
-
-    Rows that have fewer than A of them end in -1.
-    """
+    """Positions (B, A) of labels (B, T) from which the token after next is one, ascending, some of them by chance; rows
+    that have fewer end in -1."""
     fitting = labelled(labels, 2)
     count = max(min(most, int(fitting.sum(1).max())), 1)  # here the host waits
     chance = torch.rand(labels.shape, generator=generator).to(labels.device)
@@ -392,10 +383,8 @@ def sample_anchors(labels: Tensor, most: int, generator: torch.Generator | None 
 
 
 def anchored(labels: Tensor, anchors: Tensor, heads: int) -> list[tuple[Tensor, Tensor]]:
-    """Each head's labels behind anchors, (B, A), and where in the flattened labels the base predicts them.
-
-    A label that is missing ends the row of guesses, as DeepSpec's trainer has it.
-    """
+    """Each head's labels behind anchors, (B, A), and where in the flattened labels the base predicts them; a label that
+    is missing ends the row of guesses, as in DeepSpec's trainer."""
     width, is_label, per_head = labels.shape[1], anchors >= 0, []
     first = torch.arange(len(labels), device=labels.device)[:, None] * width
     for head in range(heads):
@@ -414,10 +403,8 @@ def _behind_anchors(drafter: Drafter, labels: Tensor, anchors: Tensor, heads: in
 
 
 def feature_loss(states: Tensor, hidden: Tensor) -> Tensor:
-    """Smooth L1 distance (M,), averaged over H, of states (M, H) to the base's hidden state (M, H) for the same token.
-
-    EAGLE's regression loss; Hydra's code has it too, as its reconstruction loss.
-    """
+    """Smooth L1 distance (M,), averaged over H, of states (M, H) to the base's hidden states (M, H): EAGLE's regression
+    loss, Hydra's reconstruction loss."""
     return F.smooth_l1_loss(states.float(), hidden.float(), reduction="none").mean(-1)
 
 
@@ -432,11 +419,8 @@ def rank_counts(logits: Tensor, targets: Tensor, ranks: int, counted: Tensor | N
 
 
 def draft_targets(draft_tokens: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
-    """Targets (M,) among the draft tokens (D,), IGNORED where the token id in `targets` (M,) is none of them, or is so.
-
-    A token that a drafter cannot guess has no loss. EAGLE-3's trainer leaves out the positions where the base's own
-    choice is no draft token, which on the base's own greedy text are the same. `vocabulary` is V, of the base.
-    """
+    """Targets (M,) among the draft tokens (D,), IGNORED where the token id in `targets` (M,) is none of them: a token
+    that a drafter cannot guess has no loss, as in EAGLE-3's trainer; `vocabulary` is V, of the base."""
     places = torch.full((vocabulary,), IGNORED, device=targets.device)
     places[draft_tokens] = torch.arange(len(draft_tokens), device=places.device)
     return places[targets.clamp(min=0)].where(targets != IGNORED, IGNORED)

@@ -61,12 +61,8 @@ def check_output(output: Path, resume: bool) -> None:
     if not config.get("model_type", "drafthead_").startswith("drafthead_"):
         raise ValueError(f"{str(output)!r} is the folder of a model without heads: give another --output.")
     if resume:
-        checkpoint = whole_checkpoint(output)
-        if checkpoint is None:
+        if whole_checkpoint(output) is None:
             raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
-        state = read_json(checkpoint / "trainer_state.json")
-        if state.get("global_step", 0) < state.get("max_steps", 0):
-            refuse_weights_alone(checkpoint)
     if not resume and (checkpoints := sorted(output.glob("checkpoint-*"))):
         what = f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name})"
         raise ValueError(f"{what}: continue it with --resume, or give another --output.")
@@ -83,16 +79,16 @@ def refuse_weights_alone(checkpoint: Path) -> None:
         )
 
 
-def check_run(output: Path, run: dict[str, Any], resume: bool) -> None:
-    """Record in a folder of checkpoints what must stay the same, or refuse to resume with something else."""
-    file = output / RUN
-    before = read_json(file) if resume and file.is_file() else {}
-    for name, value in run.items():
-        if before.get(name, value) != value:
-            what = f"{str(output)!r} holds a training with {name} {before[name]!r}, this one has {value!r}"
-            raise ValueError(f"{what}: resume with the same, or give another --output.")
-    output.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps(run, indent=2) + "\n")
+def keep_settings(output: Path, file: Path, settings: dict[str, Any], begun: bool) -> None:
+    """Note in a file what an output depends on, or refuse to go on with one that was begun with something else."""
+    before = read_json(file) if begun and file.is_file() else settings
+    for name in sorted({*before, *settings}):
+        if before.get(name) != settings.get(name):
+            raise ValueError(
+                f"{str(output)!r} was started with {name}={before.get(name)!r}, but now {name}={settings.get(name)!r}: "
+                "use the same setting, or give another output."
+            )
+    write_whole(file, json.dumps(settings, indent=2) + "\n")
 
 
 @contextmanager

@@ -38,7 +38,7 @@ from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
 from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, naming_a_quantized_base
-from hf_drafthead.trees.calibrate import calibrate
+from hf_drafthead.trees.calibrate import Bar, calibrate, no_bar
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -81,7 +81,7 @@ def train_heads(
     dry_run: bool = False,
     load: dict[str, Any] | None = None,
     tell: Tell | None = None,
-    bar: distill.Bar | None = None,
+    bar: Bar = no_bar,
     **arguments: Any,
 ) -> Trained:
     """Train draft heads and save them.
@@ -146,7 +146,7 @@ class _Run:
     settings: DraftHeadTrainingArguments
     arguments: dict[str, Any]
     say: Tell
-    bar: distill.Bar | None
+    bar: Bar
     resume: bool
     dry_run: bool
     chats: int | None
@@ -180,7 +180,8 @@ class _Run:
         if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
             raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
         if first and not self.dry_run:
-            record.check_run(self.output, self._identity(), self.resume)
+            self.output.mkdir(parents=True, exist_ok=True)
+            record.keep_settings(self.output, self.output / record.RUN, self._identity(), self.resume)
         self.trainer = self._trainer()
         if first:
             self.expected = self._expected()
@@ -396,7 +397,9 @@ def choose_among_fewer(model: DraftHeadPreTrainedModel, rows: Any, tell: Tell) -
     known_tokens = model.config.known_tokens or 0
     if known_tokens <= 2 * MOST_CHOICES:
         return
-    size = min(max(examples.tokens_to_cover(rows, known_tokens, COVERAGE), LEAST_CHOICES), MOST_CHOICES)
+    counts = examples.label_frequencies(rows, known_tokens).sort(descending=True).values
+    covering = int((counts.cumsum(0) < COVERAGE * int(counts.sum())).sum()) + 1
+    size = min(max(covering, LEAST_CHOICES), MOST_CHOICES)
     if (model.config.draft_vocab_size or known_tokens) <= size:
         return
     _rebuild(model, size)

@@ -38,17 +38,17 @@ class DraftHeadTrainer(Trainer):
 
     Batches hold ``input_ids`` (B, T), ``labels`` (B, T) with ``-100`` at positions without a loss, and an
     ``attention_mask`` (B, T) if rows are padded. Every head's loss is the mean over its labels in all batches of a
-    step, accumulated ones and those of other processes included. The logs hold ``head{i}_top1`` and ``head{i}_top5``,
-    the share of labels that are among a head's best guesses, with ``eval_`` in front where they come from the
-    evaluation rows. The heads have float32 weights during and after training; on a base in half precision they compute
-    in bfloat16.
+    step, accumulated ones and those of other processes included. Evaluations give ``eval_head{i}_top1`` and
+    ``eval_head{i}_top5``, the share of labels that are among a head's best guesses. The heads have float32 weights
+    during and after training; on a base in half precision they compute in bfloat16.
 
     Args:
         model: a draft-head model with its base attached. Of a base that is trained too, its adapters (`add_lora`) are
             trained if there are any, else all its weights.
         args: training arguments, with the weights of the objectives.
         expected_tokens_per_step: computes ``eval_tokens_per_step``, the expected tokens per step.
-        clock: if it has a limit, the learning rate follows its schedule over that time, if the steps take longer.
+        clock: by default one whose limit are the `hours`; with a limit the learning rate follows its schedule over that
+            time, if the steps take longer.
         kwargs: as for ``transformers.Trainer``.
 
     Raises:
@@ -86,17 +86,15 @@ class DraftHeadTrainer(Trainer):
             args._n_gpu = 1
         # if it were sharded as one unit, the drafter would be complete inside its `forward` only, which is not used
         model._no_split_modules.discard(type(model.drafter).__name__)
-        self.clock = clock
+        self.clock = clock or Clock(Path(args.output_dir) / "clock.json", args.hours)
         super().__init__(model, args, **kwargs)
-        if clock is not None:
-            self.add_callback(clock)
+        self.add_callback(self.clock)
         if self.is_fsdp_enabled:  # heads are small: a checkpoint holds them in one file, as without sharding
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.model_accepts_loss_kwargs = True  # the loss is divided by the labels of the whole step
         self.expected_tokens_per_step = expected_tokens_per_step
         self.heads_loss = loss_of(model, vars(args), base=args.base_weight)
-        self._heads = model.config.num_draft_heads
-        self._counts = self._no_counts()
+        self._counts: Any = 0
         self.add_callback(CheckGradients())
 
     def resume(self, checkpoint: Path | None) -> None:
@@ -118,35 +116,18 @@ class DraftHeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """The loss; also counts the rank that each head gave to the label.
+        """The loss; in evaluation, where each batch is averaged, also counts the rank that each head gave to the label.
 
-        `num_items_in_batch` (1 + K,) is from `get_batch_samples`; unused in evaluation, where each batch is
-        averaged.
+        `num_items_in_batch` (1 + K,) is from `get_batch_samples`.
         """
-        totals = num_items_in_batch if model.training else None
-        # ranks cost a pass over all logits: in training they are counted where they are logged
-        count = not model.training or self.state.global_step % max(int(self.state.logging_steps or 1), 1) == 0
-        loss = self.loss_on(model, inputs, totals, count)
-        return (loss, {}) if return_outputs else loss
-
-    def loss_on(self, model: nn.Module, inputs: Mapping[str, Tensor], totals: Tensor | None, count: bool) -> Tensor:
-        """The loss of a batch, divided by so many labels (1 + K,); ranks are counted where asked for."""
         # through `forward`, the only method that wrapped models have
-        how = {"heads_weight": self.args.heads_weight, "count": count}
+        how = {"heads_weight": self.args.heads_weight, "count": not model.training}
+        totals = num_items_in_batch if model.training else None
         loss, counts = model(training_loss=self.heads_loss, inputs=inputs, totals=totals, **how)
-        self._counts = self._counts.to(counts.device) + counts
         if totals is not None:
             loss = loss * self.accelerator.num_processes  # whose gradients are averaged
-        return loss  # type: ignore[no-any-return]
-
-    @contextmanager
-    def own_counts(self) -> Iterator[None]:
-        """Ranks are counted from nothing, and those of the training stay as they are."""
-        of_training, self._counts = self._counts, self._no_counts()
-        try:
-            yield
-        finally:
-            self._counts = of_training
+        self._counts = self._counts + counts
+        return (loss, {}) if return_outputs else loss
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
@@ -174,11 +155,10 @@ class DraftHeadTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         """As the Trainer's, but where there is a limit of time the schedule is at its end when that is over."""
         scheduler: Any = super().create_scheduler(num_training_steps, optimizer)
-        clock = self.clock
-        if clock is not None and clock.limit and hasattr(scheduler, "lr_lambdas"):
+        if self.clock.limit and hasattr(scheduler, "lr_lambdas"):
 
             def timed(steps: Any) -> Any:
-                return lambda step: steps(max(step, int(clock.share(self.args) * num_training_steps)))
+                return lambda step: steps(max(step, int(self.clock.share(self.args) * num_training_steps)))
 
             scheduler.lr_lambdas = [timed(steps) for steps in scheduler.lr_lambdas]
         return scheduler
@@ -190,9 +170,9 @@ class DraftHeadTrainer(Trainer):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """As the Trainer's, with the heads' accuracies and the expected tokens per step among the metrics."""
-        with self.own_counts():
-            output = super().evaluation_loop(*args, **kwargs)
-            metrics: dict[str, float | None] = dict(self._accuracies())
+        self._counts = 0
+        output = super().evaluation_loop(*args, **kwargs)
+        metrics: dict[str, float | None] = dict(self._accuracies())
         prefix = kwargs.get("metric_key_prefix", "eval")
         expected = None if self.is_fsdp_enabled else self.expected_tokens_per_step  # a sharded base cannot generate
         if expected is not None:
@@ -203,18 +183,8 @@ class DraftHeadTrainer(Trainer):
     def compare_trainer_and_checkpoint_args(self, training_args: Any, trainer_state: Any) -> None:
         """Nothing: the Trainer would compare shares of the training with the steps that they were."""
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As the Trainer's, with the accuracies since the last training log."""
-        if "loss" in logs:
-            logs.update(self._accuracies())
-            self._counts = self._no_counts()
-        super().log(logs, start_time)
-
-    def _no_counts(self) -> torch.Tensor:
-        return torch.zeros(self._heads, RANKS + 1, dtype=torch.long)
-
     def _accuracies(self) -> Iterable[tuple[str, float]]:
-        """Top-1 and top-5 accuracy of each head since the counts (K, RANKS + 1) were reset, over all processes."""
+        """Top-1 and top-5 accuracy of each head by the counts (K, RANKS + 1) of an evaluation, over all processes."""
         counts = self.accelerator.reduce(self._counts.to(self.args.device))
         for head, ranks in enumerate(counts.tolist()):
             total = max(sum(ranks), 1)

@@ -55,6 +55,11 @@ PAYS = 1.02  # times as fast as the base, or as without copies
 Bar = Callable[[int], AbstractContextManager[Callable[[str], Callable[[], object]]]]
 
 
+def no_bar(steps: int) -> AbstractContextManager[Callable[[str], Callable[[], object]]]:
+    """Shows nothing."""
+    return contextlib.nullcontext(lambda part: lambda: None)
+
+
 def calibrate(
     model: Any,
     prompts: Sequence[torch.Tensor] | None = None,
@@ -64,7 +69,7 @@ def calibrate(
     max_nodes: int = 100,
     new_tokens: int = 128,
     temperature: float = 0.0,
-    bar: Bar | None = None,
+    bar: Bar = no_bar,
     keep: Callable[[dict[str, Any]], object] = lambda entry: None,
 ) -> list[dict[str, Any]]:
     """Find the tree that gives most tokens per second here, for each batch size, and store it in the generation config.
@@ -96,8 +101,7 @@ def calibrate(
     call: dict[str, Any] = {**TOKENS_ALONE, **TO_THE_END, "do_sample": bool(temperature), "min_new_tokens": None}
     call |= {"temperature": float(temperature)} if temperature else {}
     call["max_new_tokens"] = min(new_tokens, TIMED_TOKENS)
-    steps, nothing = 1 + (1 + PAIRS) * len(batch_sizes), contextlib.nullcontext(lambda part: lambda: None)
-    with nothing if bar is None else bar(steps) as begin:
+    with bar(1 + (1 + PAIRS) * len(batch_sizes)) as begin:
         prompts = [*(sampled_prompts(model, new_tokens=new_tokens) if prompts is None else prompts)]
         advance = begin("text")
         held_out = prompts[HELD_OUT - 1 :: HELD_OUT] or prompts

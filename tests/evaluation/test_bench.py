@@ -8,6 +8,7 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
+from hf_drafthead.cli import common
 from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation import calls, measurement, report, rounding
 from hf_drafthead.evaluation.bench import bench
@@ -149,7 +150,7 @@ def test_rounding_is_told_from_a_fault_by_the_margin(loaded, monkeypatch, settin
 
     monkeypatch.setattr(DraftHeadGenerationMixin, "generate", other_last_token)
     (found,) = measured(loaded, settings=settings)
-    counts = {"texts": 4, "rounding": 0, "faults": 4, "largest_margin": None, "largest_probability_margin": None}
+    counts = {"texts": 4, "rounding": 0, "faults": 4, "largest_margin": None}
     assert not found.identical and found.differences == counts and report.same_text(found) == "NO"
     assert found.per_category["x"]["differences"]["faults"] == 3
     monkeypatch.setattr(rounding, "ROUNDING_STEPS", 1e12)  # whatever differs is a near tie
@@ -231,15 +232,10 @@ def test_calls_that_the_base_decoded_are_counted_and_told(loaded, monkeypatch):
     assert found.undrafted == 1 and found.to_json()["undrafted"] == 1 and found.tokens_per_step > 1
     assert {name: part["undrafted"] for name, part in found.per_category.items()} == {"x": 1, "y": 0}
     told = "1 of 4 calls were decoded by the base itself, which counts in the speedup and not in the tokens per step."
-    assert notices == found.notices == [told]
-
-
-def test_where_nothing_was_drafted_nothing_is_called_the_same(loaded, monkeypatch):
-    (right,) = measured(loaded, PROMPTS[:1])
+    assert notices == found.notices == [told] and report.same_text(found) == "yes"
     undrafted_where(monkeypatch, None)
     (found,) = measured(loaded)
-    assert found.undrafted == 4 and found.tokens_per_step is None
-    assert (report.same_text(right), report.same_text(found)) == ("yes", "-")
+    assert found.undrafted == 4 and found.tokens_per_step is None and report.same_text(found) == "-"
 
 
 def test_how_hot_it_was_is_told_also_where_only_the_base_says_so(loaded, monkeypatch):
@@ -358,16 +354,10 @@ def test_an_interruption_ends_the_plan_and_is_told(loaded, monkeypatch):
         warm_up(self, given)
 
     monkeypatch.setattr(benching.BenchRun, "_warm_up", warming)
-    how = {"trees": [TREE], "batch_sizes": [1, 2], "options": {"repeats": 1}}
-    asked = benching.BenchPlan(["a", "b", "c"], loading, PROMPTS[:1], GREEDY, **how)
-    asked.carry_out(begin=lambda name: lambda: None, notify=print, keep=lambda found: kept.append(list(found)))
+    how = {"trees": [TREE], "batch_sizes": [1, 2], "repeats": 1, "notify": print, "bar": common.bar}
+    ways, keep = benching.ways_to_call(GREEDY), lambda found: kept.append(list(found))
+    benching.bench_models(["a", "b", "c"], loading, PROMPTS[:1], ways, keep=keep, **how)
     assert begun == ["a"] and [one.stopped for one in kept[-1]] == ["interrupted"]
-
-
-def test_copies_are_measured_with_every_acceptance_that_they_go_with():
-    asked = benching.BenchPlan([], lambda name: name, PROMPTS, GREEDY, temperatures=[0.0, 1.0], lookups=[0, 4])
-    found = [(kind.get("acceptance"), kind["prompt_lookup_num_tokens"]) for _, kind in asked.runs()]
-    assert found == [("exact", 0), ("exact", 4)] * 2 + [("typical", 0), ("typical", 4)]
 
 
 def test_without_copies_those_of_the_calibration_are_left_out(loaded, monkeypatch):

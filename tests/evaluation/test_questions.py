@@ -5,7 +5,6 @@ import json
 import pytest
 from datasets import Dataset
 
-from hf_drafthead.evaluation import questions as room
 from hf_drafthead.evaluation.calls import encode_all
 from hf_drafthead.evaluation.questions import UNCATEGORISED, Question, read_questions, text_of
 from tests.checkpoints import byte_tokenizer
@@ -64,17 +63,6 @@ def test_chats_and_texts_are_asked_as_distillation_asks_them(tmp_path):
         assert text_of(tokenizer, found[0], []) == "<s>[user] Be brief.\n\nHi\n[assistant] "
 
 
-def test_spec_bench_s_file_has_the_topics_of_mt_bench_as_one_task(tmp_path):
-    topics = [{**MT_BENCH, "category": name} for name in sorted(room.TOPICS)]
-    tasks = [{**SPEC_BENCH, "category": name} for name in sorted(room.SPEC_BENCH_TASKS)]
-    together = {one.category for one in read_questions(file_of(tmp_path, *topics, *tasks))}
-    assert together == {"mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag"}
-    assert {one.category for one in read_questions(file_of(tmp_path, *topics))} == room.TOPICS
-    assert [one.category for one in read_questions(file_of(tmp_path, topics[0], tasks[0]))][0] == "mt_bench"
-    own = {**SPEC_BENCH, "category": "mine"}  # whoever groups by hand is left alone
-    assert read_questions(file_of(tmp_path, *topics, *tasks, own))[0].category == topics[0]["category"]
-
-
 def test_a_data_set_is_read_by_name(tmp_path):
     rows = Dataset.from_list([{"prompt": ["a", "b"], "category": "x", "reference": None}])
     (tmp_path / "set").mkdir()
@@ -91,7 +79,10 @@ def test_a_data_set_is_read_by_name(tmp_path):
         ("", "holds no prompt: write one"),
         ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON (Expecting value): write one object per line, or"),
         ('{"prompt": "a"}\n{"prompt": ""}', 'line 2 is {"prompt": ""}, a prompt that is empty: give the text'),
-        ('{"turns": ["a", " "]}', 'line 1 is {"turns": ["a", " "]}, a prompt that is empty: give the text'),
+        (
+            '{"turns": ["a", " "]}',
+            'line 1 is {"turns": ["a", " "]}, a chat that cannot be asked: one of its',
+        ),
         ('{"question": "a"}', 'line 1 is {"question": "a"}: expected a chat as {"messages": ['),
         ('["a"]', 'row 0 is "a": expected a chat as'),
         ('{"turns": []}', 'line 1 is {"turns": []}: expected a chat as {"messages": ['),

@@ -3,44 +3,30 @@
 import torch
 import torch.nn.functional as F
 
+from hf_drafthead.training.heads_loss import feature_loss
 from tests.families import features_of
 
 
 def next_token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the tokens of the text (Medusa, section 2.1.1; Amphista, eq. 9).
-
-    Args:
-        logits: (M, V) of one head.
-        targets: (M,) token ids, or -100.
-
-    Returns:
-        (M,) in nats, 0 where there is no target.
-    """
+    """Cross-entropy (M,) of one head's logits (M, V) with the tokens of the text (Medusa, section 2.1.1)."""
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
 def teacher_loss(logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy with the base's own distribution (Hydra, section 3.1; Amphista, eq. 8; EAGLE's
-    classification loss).
-
-    Args:
-        logits: (M, V) of one head.
-        teacher_logits: (M, V) of the base for the same tokens; no gradient needed.
-
-    Returns:
-        (M,) in nats.
-    """
+    """Cross-entropy (M,) of one head's logits (M, V) with the base's own distribution (Hydra, section 3.1; EAGLE's
+    classification loss)."""
     return F.cross_entropy(logits.float(), teacher_logits.float().softmax(-1), reduction="none")
 
 
-def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, decay=1.0):
+def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, feature=0.0, confidence=0.0, decay=1.0):
     """Weighted sum over heads (scalar); heads with a vocabulary of their own learn the tokens that are in it.
 
     Where guesses begin at anchors, every position is one: a missing label ends what is learnt behind it, and all heads
     share one mean.
     """
     with torch.no_grad():
-        scores = model.base(input_ids, use_cache=False).logits
+        output = model.base(input_ids, use_cache=False, output_hidden_states=True)
+    scores, states = output.logits, output.hidden_states[-1]
     own, size = model.drafter.draft_tokens, scores.shape[-1]
     own = torch.arange(size) if own is None else own
     places = torch.full((size,), -100)
@@ -57,8 +43,15 @@ def plain_loss(model, input_ids, labels, *, next_token=1.0, teacher=0.0, decay=1
         kept = kept.flatten()
         learnt = kept & (places[targets.clamp(min=0)] != -100)
         wanted = teachers[learnt][:, own].softmax(-1)
-        lost = next_token * F.cross_entropy(logits[learnt], places[targets[learnt]], reduction="sum")
+        lost = next_token * next_token_loss(logits[learnt], places[targets[learnt]]).sum()
         lost = lost + teacher * F.cross_entropy(logits[learnt], wanted, reduction="sum")
+        if feature:
+            guessed = hidden[:, :-shift, : states.shape[-1]].flatten(0, 1)[learnt]
+            lost = lost + feature * feature_loss(guessed, states[:, shift - 1 : -1].flatten(0, 1)[learnt]).sum()
+        if confidence and (sure := model.drafter.confidence_logits(hidden)) is not None:
+            accepted = 1 - (logits[learnt].softmax(-1) - wanted).abs().sum(-1).detach() / 2
+            sure = sure[:, :-shift].flatten()[learnt]
+            lost = lost + confidence * F.binary_cross_entropy_with_logits(sure, accepted, reduction="sum")
         losses.append(decay ** (head + 1) * lost)
         counts.append(kept.sum())
     if model.drafter.starts_at_anchors:

@@ -1,5 +1,6 @@
 """Any OpenAI-compatible server can answer: the rows are those of `distill`, whatever happens to the server."""
 
+import contextlib
 import json
 import random
 import threading
@@ -149,15 +150,15 @@ def test_a_server_is_given_what_its_chat_template_reads(tmp_path):
 
 
 def test_every_row_is_asked_with_many_requests_at_once(tmp_path):
-    ticks = []
+    ticks, bar = [], lambda count: contextlib.nullcontext(lambda part: lambda: ticks.append((part, count)))
     with Server() as server:
-        report = ask(server, CHATS + TURNS, tmp_path / "out.jsonl", concurrency=4, progress=lambda: ticks.append(0))
+        report = ask(server, CHATS + TURNS, tmp_path / "out.jsonl", concurrency=4, bar=bar)
     rows = read(tmp_path / "out.jsonl")
     assert [row["row"] for row in rows] == list(range(12))
     assert said(rows[0]) == ["a", "bcd"] and said(rows[10]) == ["a", "bcd", "x", "yzz"]
     assert said(rows[11]) == ["m", "nop", "n", "opq", "o", "pqr"]
     assert (report.rows, report.written, report.answers, report.tokens) == (12, 12, 15, 45)
-    assert len(ticks) == 12 and len(server.asked) == 15
+    assert ticks == [("answering", 12)] * 12 and len(server.asked) == 15
     assert 1 < server.most_at_once <= 4
     last = next(body for _, body, _ in server.asked if len(body["messages"]) == 5)
     assert [turn["content"] for turn in last["messages"]] == ["m", "nop", "n", "opq", "o"]
@@ -286,12 +287,16 @@ def test_an_answer_is_cut_only_where_a_limit_or_a_filter_ended_it(tmp_path, reas
         (["--endpoint", "http://x"], "--endpoint URL and --model NAME go together: give both, or a MODEL alone."),
         (["base", "--model", "x"], "--endpoint URL and --model NAME go together: give both, or a MODEL alone."),
         (["--endpoint", "http://x", "--model", "x", "--batch-size", "2"], "--batch-size does not go with --endpoint"),
+        (["base", "--synthesize", "2"], "give --data, or --synthesize N"),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, command, words, line):
     (tmp_path / "chats.jsonl").write_text(json.dumps(CHATS[0]))
-    code, _, err = command("distill", *words, "--data", tmp_path / "chats.jsonl", "--output", tmp_path / "out.jsonl")
-    assert code == 2 and line in err
+    output = ("--output", tmp_path / "out.jsonl")
+    code, _, err = command("distill", *words, "--data", tmp_path / "chats.jsonl", *output)
+    assert code == 2 and line in err and err.count("\n") == 1
+    own = ("--endpoint", "http://x", "--model", "x", "--synthesize", 2)
+    assert "needs the base's chat template" in command("distill", *own, *output)[2]
 
 
 @pytest.mark.slow

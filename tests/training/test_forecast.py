@@ -12,7 +12,6 @@ import torch
 from hf_drafthead.training import run
 from hf_drafthead.training.forecast import Times, _row_length
 from hf_drafthead.training.run import train_heads
-from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.training.test_run import written_place
 from tests.training.test_trainer import weights
 
@@ -96,18 +95,6 @@ def test_a_quick_training_is_for_fewer_tokens_unless_asked(place, tmp_path, monk
     dry = train(place, tmp_path / "out", recipe="quick", dry_run=True, tell=told.append, fields=fields)
     assert dry.model.config.draft_vocab_size == (asked or 100)
     assert sum("the heads choose among" in line for line in told) == (asked is None)
-
-
-def test_a_step_is_timed_without_the_counting_of_ranks_that_most_steps_leave_out(place, tmp_path, monkeypatch):
-    counted, loss_on = [], DraftHeadTrainer.loss_on
-
-    def noted(trainer, model, inputs, totals, count):
-        counted.append((model.training, count))
-        return loss_on(trainer, model, inputs, totals, count)
-
-    monkeypatch.setattr(DraftHeadTrainer, "loss_on", noted)
-    train(place, tmp_path / "out", dry_run=True)
-    assert set(counted) == {(True, False), (False, True)}
 
 
 def test_a_base_that_learns_along_is_counted(place, tmp_path):

@@ -30,34 +30,22 @@ def at_labels(given, labels, shift):
     return given[kept], labels.roll(-shift, dims=1)[kept]
 
 
-def next_token_mean(logits, labels, shift):
-    return next_token_loss(*at_labels(logits, labels, shift)).mean()
-
-
-def teachers_of(tensors, labels, shift):
+def teachers_of(tensors, shift):
     """The base's logits for the labels: they stand one position before them."""
-    return tensors["base_logits"][labelled(labels, shift).roll(shift - 1, dims=1)]
+    return tensors["base_logits"][labelled(tensors["labels"], shift).roll(shift - 1, dims=1)]
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_next_token_loss_is_the_original_one(tensors, golden, head):
-    loss = next_token_mean(tensors["head_logits"][head], tensors["labels"], shift=2 + head)
-    assert loss.item() == pytest.approx(golden["medusa1_legacy_logs"][f"medusa{head}_loss"], abs=1e-5)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_teacher_loss_is_the_original_one(tensors, golden, head):
-    logits, _ = at_labels(tensors["head_logits"][head], tensors["labels"], 2 + head)
-    loss = teacher_loss(logits, teachers_of(tensors, tensors["labels"], 2 + head)).mean()
-    assert loss.item() == pytest.approx(golden["hydra_logs_teacher"][f"hydra{head}_teacher_loss"], abs=1e-5)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_feature_loss_is_hydra_s_reconstruction(tensors, golden, head):
+def test_the_loss_of_a_head_is_the_original_one(tensors, golden, head):
+    logits, targets = at_labels(tensors["head_logits"][head], tensors["labels"], 2 + head)
     at = labelled(tensors["labels"], 1 + head)  # Hydra asks for a label where the hidden state stands
-    states = tensors["head_hidden_states"][head][at]
-    loss = feature_loss(states, tensors["base_hidden_states"][at.roll(1 + head, dims=1)]).mean()
-    assert loss.item() == pytest.approx(golden["hydra_logs_recon"][f"hydra{head}_reconstruct_loss"], abs=1e-5)
+    states, theirs = tensors["head_hidden_states"][head][at], tensors["base_hidden_states"][at.roll(1 + head, dims=1)]
+    for loss, (trainer, name) in (
+        (next_token_loss(logits, targets), ("medusa1_legacy_logs", f"medusa{head}_loss")),
+        (teacher_loss(logits, teachers_of(tensors, 2 + head)), ("hydra_logs_teacher", f"hydra{head}_teacher_loss")),
+        (feature_loss(states, theirs), ("hydra_logs_recon", f"hydra{head}_reconstruct_loss")),
+    ):
+        assert loss.mean().item() == pytest.approx(golden[trainer][name], abs=1e-5), name
 
 
 def test_eagle_s_loss_is_the_original_one(tensors, golden):
@@ -71,15 +59,14 @@ def test_eagle_s_loss_is_the_original_one(tensors, golden):
     assert (feature + 0.1 * teacher).item() == pytest.approx(golden["eagle_total_v1.0_p0.1"], abs=1e-4)
 
 
-def test_the_base_has_shift_one(tensors, golden):
-    loss = next_token_mean(tensors["base_logits"], tensors["labels"], shift=1)
-    assert loss.item() == pytest.approx(golden["hydra_logs_lm"]["orig_lm_loss"], abs=1e-5)
-
-
-def test_decayed_sum_is_that_of_medusa_1_0(tensors, golden):
-    losses = [next_token_mean(tensors["head_logits"][head], tensors["labels"], shift=2 + head) for head in HEADS]
-    total = 0.2 * sum(weight * loss for weight, loss in zip([0.8, 0.8**2, 0.8**3, 0.8**4], losses, strict=True))
-    assert float(total) == pytest.approx(golden["medusa2_axolotl_only_heads_const_h0.2_d0.8"], abs=1e-5)
+def test_weighted_sums_of_base_and_heads_are_those_of_medusa_2(tensors, golden):
+    means = [next_token_loss(*at_labels(logits, tensors["labels"], shift)).mean() for shift, logits in enumerate(
+        [tensors["base_logits"], *tensors["head_logits"]], start=1
+    )]  # fmt: skip
+    heads = 0.2 * sum(0.8 ** (1 + head) * means[1 + head] for head in HEADS)
+    assert float(means[0]) == pytest.approx(golden["hydra_logs_lm"]["orig_lm_loss"], abs=1e-5)
+    assert float(heads) == pytest.approx(golden["medusa2_axolotl_only_heads_const_h0.2_d0.8"], abs=1e-5)
+    assert float(means[0] + heads) == pytest.approx(golden["medusa2_axolotl_joint_const_h0.2_d0.8"], abs=1e-5)
 
 
 def test_top1_accuracy_is_the_original_one(tensors, golden):

@@ -10,7 +10,6 @@ from hf_drafthead.modeling.families import TRAINED, fresh_heads
 from hf_drafthead.training import callbacks, run
 from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, TrainingLog
-from hf_drafthead.training.examples import tokens_to_cover
 from hf_drafthead.training.forecast import Forecast
 from hf_drafthead.training.run import choose_among_fewer, remarks
 from hf_drafthead.training.trainer import DraftHeadTrainer
@@ -60,12 +59,6 @@ def test_remarks_say_what_to_set(tmp_path):
 
 def labelled(*tokens):
     return [{"input_ids": [1, *tokens], "labels": [-100, *tokens]}]
-
-
-def test_tokens_to_cover_a_share_of_the_labels_are_counted():
-    rows = labelled(*[5] * 90, *[6] * 8, 7, 8)
-    shares = (0.5, 0.9, 0.98, 0.99, 1.0)
-    assert [tokens_to_cover(rows, 10, share) for share in shares] == [1, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("family", [family for family in TRAINED if family != "draft-model"])

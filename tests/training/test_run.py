@@ -130,15 +130,25 @@ def token_rows(place):
     return [tokenizer(text).input_ids for text in texts]
 
 
-def test_a_data_set_in_hand_is_learnt_from_as_its_file_is(place, tmp_path):
-    rows = Dataset.from_json(str(place / "texts.jsonl"), cache_dir=str(tmp_path / "cache"))
-    trained = train_heads(str(place / "base"), "medusa", rows, tmp_path / "in-hand", **QUICK)
+def test_data_in_hand_is_learnt_from_as_its_file_is(place, tmp_path):
+    """A data set of texts, rows of tokens in a list, and such rows in the format of another library."""
+    texts = Dataset.from_json(str(place / "texts.jsonl"), cache_dir=str(tmp_path / "cache"))
+    rows = [{"input_ids": row, "labels": row} for row in map(torch.tensor, token_rows(place))]
+    pandas = Dataset.from_list([{"input_ids": row, "labels": row} for row in token_rows(place)]).with_format("pandas")
+    ready = [PreparedData(rows[3:], rows[:3], "some functions", "0" * 64)]
+    ready += [PreparedData(pandas.select(range(3, len(rows))), pandas.select(range(3)), "some functions", "0" * 64)]
     from_file = train(place, tmp_path / "file")
-    for name, tensor in weights(from_file.model.drafter).items():
-        assert torch.equal(weights(trained.model.drafter)[name], tensor)
-    assert trained.summary["data_sha256"] == from_file.summary["data_sha256"]
+    for number, data in enumerate([texts, *ready]):
+        trained = train_heads(str(place / "base"), "medusa", data, tmp_path / str(number), **QUICK)
+        for name, tensor in weights(from_file.model.drafter).items():
+            assert torch.equal(weights(trained.model.drafter)[name], tensor)
+        assert trained.summary["tokens_per_step"] == from_file.summary["tokens_per_step"] > 0
+        if number == 0:
+            assert trained.summary["data_sha256"] == from_file.summary["data_sha256"]
+        else:
+            assert trained.summary["data"] == "some functions" and trained.summary["data_report"] is None
     with pytest.raises(ValueError, match="the data is a IterableDataset: give a file, a name, or a datasets.Dataset."):
-        train_heads(str(place / "base"), "medusa", rows.to_iterable_dataset(), tmp_path / "stream", **QUICK)
+        train_heads(str(place / "base"), "medusa", texts.to_iterable_dataset(), tmp_path / "stream", **QUICK)
 
 
 def test_a_base_that_learnt_is_saved_with_its_heads(place, tmp_path):
@@ -163,29 +173,6 @@ def test_trained_heads_can_be_trained_on(place, tmp_path):
     assert "calibration" not in read_json(tmp_path / "second" / "generation_config.json")  # it was of the first
     for name, tensor in weights(second.model.drafter).items():
         torch.testing.assert_close(tensor, start[name])
-
-
-def test_rows_that_are_ready_are_learnt_from_as_their_file_is(place, tmp_path):
-    ids = [torch.tensor(row) for row in token_rows(place)]
-    rows = [{"input_ids": row, "labels": row} for row in ids]
-    data = PreparedData(rows[3:], rows[:3], "some functions", "0" * 64)
-    trained = train_heads(str(place / "base"), "medusa", data, tmp_path / "ready", **QUICK)
-    from_file = train(place, tmp_path / "file")
-    for name, tensor in weights(from_file.model.drafter).items():
-        assert torch.equal(weights(trained.model.drafter)[name], tensor)
-    assert trained.summary["data"] == "some functions" and trained.summary["data_report"] is None
-    assert trained.summary["tokens_per_step"] == from_file.summary["tokens_per_step"] > 0
-
-
-def test_rows_that_are_ready_may_have_the_format_of_another_library(place, tmp_path):
-    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in token_rows(place)])
-    losses = []
-    for form in (None, "pandas"):
-        ready = rows.with_format(form)
-        data = PreparedData(ready.select(range(3, len(rows))), ready.select(range(3)), "some functions", "0" * 64)
-        trained = train_heads(str(place / "base"), "medusa", data, tmp_path / str(form), **QUICK)
-        losses.append(trained.summary["train_loss"])
-    assert losses[0] == losses[1]
 
 
 @pytest.fixture
@@ -234,53 +221,38 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "changed, line",
-    [
-        ({"family": "hydra"}, "holds a training with family 'medusa', this one has 'hydra': resume with the same"),
-        ({"fields": {"num_draft_heads": 3}}, "holds a training with config .* this one has"),
-        ({"data": "other.jsonl"}, "holds a training with data '[0-9a-f]{64}', this one has"),
-        ({"base": "other"}, "holds a training with base '[0-9a-f]{16}', this one has"),
-        ({"base": "touched"}, "holds a training with base '[0-9a-f]{16}', this one has"),
-    ],
-    ids=["family", "config", "data", "base", "base of other weights"],
-)
-def test_going_on_with_something_else_is_refused(changed, line, place, tmp_path):
+def test_going_on_with_something_else_is_refused(place, tmp_path):
     other = tiny_base(seed=1, dtype=torch.float32, vocab_size=1024, max_position_embeddings=128)
-    other.save_pretrained(place / "other")
     touched = AutoModelForCausalLM.from_pretrained(place / "base")
     with torch.no_grad():
         touched.model.layers[0].mlp.up_proj.weight.add_(0.01)
-    touched.save_pretrained(place / "touched")
-    for name in ("other", "touched"):
+    for name, model in (("other", other), ("touched", touched)):
+        model.save_pretrained(place / name)
         AutoTokenizer.from_pretrained(place / "base").save_pretrained(place / name)
     rows = (place / "texts.jsonl").read_text().splitlines()
     (place / "other.jsonl").write_text("\n".join(rows[1:]))
-    given = {"family": "medusa", "base": "base", "data": "texts.jsonl", "fields": {}}
     settings = {**QUICK, "max_steps": 2, "save_steps": 1, "eval_strategy": "no"}
 
-    def run(output, resume, base, family, data, fields):
-        train_heads(str(place / base), family, str(place / data), output, fields=fields, resume=resume, **settings)
+    def run(resume, base="base", family="medusa", data="texts.jsonl", **more):
+        more = {**settings, **more, "resume": resume}
+        train_heads(str(place / base), family, str(place / data), tmp_path / "run", **more)
 
-    run(tmp_path / "run", False, **given)
-    with pytest.raises(ValueError, match=line):
-        run(tmp_path / "run", True, **{**given, **changed})
-    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): continue"):
-        run(tmp_path / "run", False, **given)
-
-
-def test_going_on_with_other_rows_is_refused(place, tmp_path):
-    settings = {"max_steps": 2, "save_steps": 1, "eval_strategy": "no"}
-    train(place, tmp_path / "run", **settings)
+    run(False)
     for changed, line in (
-        ({"max_length": 40}, "holds a training with max_length 128, this one has 40: resume with the same"),
-        ({"held_out_rows": 4}, "holds a training with held_out_rows 3, this one has 4"),
-        ({"seed": 1}, "holds a training with seed 42, this one has 1"),
-        ({"chat_template": CHATML}, "holds a training with chat_template '[0-9a-f]{64}', this one has"),
+        ({"family": "hydra"}, "family='medusa', but now family='hydra': use the same setting, or give another output"),
+        ({"fields": {"num_draft_heads": 3}}, "config=.* but now config="),
+        ({"data": "other.jsonl"}, "data='[0-9a-f]{64}', but now"),
+        ({"base": "other"}, "base='[0-9a-f]{16}', but now"),
+        ({"base": "touched"}, "base='[0-9a-f]{16}', but now"),
+        ({"max_length": 40}, "max_length=128, but now max_length=40"),
+        ({"held_out_rows": 4}, "held_out_rows=3, but now held_out_rows=4"),
+        ({"seed": 1}, "seed=42, but now seed=1"),
+        ({"chat_template": CHATML}, "chat_template='[0-9a-f]{64}', but now"),
     ):
-        with pytest.raises(ValueError, match=line):
-            train(place, tmp_path / "run", resume=True, **{**settings, **changed})
+        with pytest.raises(ValueError, match=f"run' was started with {line}"):
+            run(True, **changed)
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): continue"):
+        run(False)
 
 
 @pytest.mark.parametrize("lost", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
@@ -306,23 +278,17 @@ def test_checkpoints_of_weights_alone_are_loaded_where_the_training_was_finished
         train(place, tmp_path / "run", resume=True, **settings, max_steps=6)
 
 
-def test_a_loss_that_is_no_number_stops_before_the_weights(tmp_path):
-    model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
-    trainer = trainer_of(model, tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
-    trainer.train()
-    start = weights(model.drafter)
-    model.base.get_input_embeddings().weight.data[ROWS[0, 0]] = float("nan")
-    again = trainer_of(model, tmp_path, max_steps=8)
-    with pytest.raises(FloatingPointError, match=r"the gradient became nan in step 1: .*checkpoint-6 is complete"):
-        again.train()
-    assert all(torch.equal(tensor, start[name]) for name, tensor in weights(model.drafter).items())
-
-
-def test_a_gradient_that_is_no_number_stops_before_the_weights(tmp_path):
+@pytest.mark.parametrize("of", ["loss", "gradient"])
+def test_what_is_no_number_stops_before_the_weights(of, tmp_path):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
     trainer = trainer_of(model, tmp_path, max_steps=6, save_strategy="steps", save_steps=1)
-    parameter = next(model.drafter.parameters())
-    parameter.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 3 else grad)
+    if of == "gradient":
+        parameter = next(model.drafter.parameters())
+        parameter.register_hook(lambda grad: grad * float("nan") if trainer.state.global_step == 3 else grad)
+    else:
+        embeddings, read = model.base.get_input_embeddings().weight.data, trainer.get_batch_samples
+        spoil = lambda: embeddings.fill_(float("nan")) if trainer.state.global_step == 3 else None  # noqa: E731
+        trainer.get_batch_samples = lambda *given: (spoil(), read(*given))[1]
     with pytest.raises(FloatingPointError, match=r"the gradient became nan in step 4: .*checkpoint-3 is complete"):
         trainer.train()
     assert all(torch.isfinite(tensor).all() for tensor in weights(model.drafter).values())

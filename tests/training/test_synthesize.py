@@ -18,7 +18,6 @@ from hf_drafthead.training import distill as room
 from hf_drafthead.training.answers import Answerer, Sampling
 from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill
-from hf_drafthead.training.forecast import hours_left
 from hf_drafthead.training.run import train_heads
 from hf_drafthead.training.templates import ChatEncoder
 from tests.bases import tiny_base
@@ -113,7 +112,7 @@ def test_heads_batches_and_a_cache_of_fixed_size_change_nothing(base, tokenizer,
 def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, tokenizer, tmp_path):
     output = tmp_path / "own.jsonl"
     with pytest.raises(Killed):
-        distill(base, tokenizer, 9, output, **SETTINGS, progress=killer(4))
+        distill(base, tokenizer, 9, output, **SETTINGS, bar=killer(4))
     found = len(output.read_bytes().splitlines())
     report = distill(base, tokenizer, 9, output, **SETTINGS)
     before = read(output)
@@ -125,16 +124,6 @@ def test_a_run_that_was_killed_goes_on_and_so_does_one_that_asks_for_more(base, 
     assert len({same_words(words) for row in rows for words in said(row, "user")}) == 20
     with pytest.raises(ValueError, match="was started with seed=0, but now seed=1"):
         distill(base, tokenizer, 20, output, **SETTINGS, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("greedy", "same"), [(1.0, {True}), (0.0, {False}), (0.5, {True, False})])
-def test_a_share_of_the_answers_is_greedy(base, tokenizer, tmp_path, greedy, same):
-    # every answer is cut at its limit, so that two that are drawn apart differ
-    settings = SETTINGS | {"max_new_tokens": 3}
-    distill(base, tokenizer, 10, tmp_path / "own.jsonl", greedy=greedy, temperature=9.0, **settings)
-    rows = read(tmp_path / "own.jsonl")
-    assert {is_greedy(base, tokenizer, row, 3) for row in rows} == same
 
 
 def test_a_base_that_repeats_itself_says_how_many_questions_came_out(base, tokenizer, tmp_path, monkeypatch):
@@ -170,8 +159,6 @@ LONELY = "{% if messages|length < 2 %}{{ raise_exception('two turns at least') }
         (None, {"turns": 2}, "has no chat template, so that the base writes plain texts, which have no turns: give"),
         (LONELY, {}, r"cannot write questions \(the chat template .*: .* refuses it \(two turns at least\)\): give"),
         (CHATML, {"turns": 0}, "turns is 0: expected at least 1"),
-        (CHATML, {"greedy": 1.5}, "greedy is 1.5: expected a share from 0 to 1"),
-        (CHATML, {"temperature": 0.0}, "greedy is 0.5 at temperature 0: give greedy=1"),
         (CHATML, {"count": 0}, "count is 0: expected at least 1"),
         (CHATML, {"max_length": 5}, r"max_length is 5, but the chat template has \d+ tokens before a question: give m"),
     ],
@@ -251,13 +238,6 @@ def test_the_command(base, tokenizer, tmp_path, command):
     code, out, _ = command("distill", tmp_path / "base", "--synthesize", 5, "--output", output, *settings)
     assert code == 0 and out.startswith("5 rows written: ") and "questions of the base's own, dropped: " in out
     assert len(read(output)) == 5 and json.loads(figures.read_text())["questions"] > 5
-    for words, text in (
-        ([tmp_path / "base"], "give --data, or --synthesize N"),
-        ([tmp_path / "base", "--data", "x", "--synthesize", 2], "give --data, or --synthesize N"),
-        (["--endpoint", "http://127.0.0.1:1", "--model", "x", "--synthesize", 2], "needs the base's chat template"),
-    ):
-        code, _, err = command("distill", *words, "--output", tmp_path / "other.jsonl")
-        assert code == 2 and text in err and err.count("\n") == 1
 
 
 def train(command, base, output, *more):
@@ -319,7 +299,7 @@ def plain(tmp_path_factory):
 def test_a_base_without_a_template_writes_plain_texts(plain, tmp_path):
     """A beginning that it samples, and its own continuation, which is what heads learn."""
     model, tokenizer = of_folder(plain)
-    settings = {"max_new_tokens": 8, "question_tokens": 30, "batch_size": 5, "greedy": 0.5}
+    settings = {"max_new_tokens": 8, "question_tokens": 30, "batch_size": 5}
     report = distill(model, tokenizer, 12, tmp_path / "own.jsonl", **settings)
     rows = read(tmp_path / "own.jsonl")
     assert report.written == len(rows) == 12 and len({row["text"][: row["given"]] for row in rows}) == 12
@@ -359,7 +339,7 @@ def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_pat
         return seconds[0]
 
     def foretold(trainer, data, share):
-        forecasts.append(hours_left(trainer))
+        forecasts.append(trainer.clock.limit)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(room, "write_own_text", written)
