@@ -1,4 +1,4 @@
-"""`hf-drafthead calibrate` and `trees`: what they print and store, and the code that they end with."""
+"""`hf-drafthead calibrate` and `costs`: what they print and store, and the code that they end with."""
 
 import functools
 import json
@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_drafthead.cli import common
 from hf_drafthead.cli.trees import entry_in_words
-from hf_drafthead.generation.tree import DraftTree, published_trees
 from hf_drafthead.trees import calibrate, costs
 from hf_drafthead.trees.entries import CalibrationKey, cpu_name
 from tests.checkpoints import save_base, save_heads
@@ -116,14 +115,6 @@ def test_bad_input_is_one_line(run, folder, command, arguments, line):
     said = err.strip().splitlines()[-1]
     assert code == 2 and line in said and said.startswith("hf-drafthead: ")
     assert stored(folder) == []
-
-
-def test_the_published_trees_are_listed_and_drawn(command):
-    code, out, _ = command("trees")
-    lines = out.splitlines()
-    assert code == 0 and [line.split()[0] for line in lines] == published_trees()
-    assert "64 nodes, depth 4" in lines[published_trees().index("mc_sim_7b_63")]
-    assert command("trees", "hydra_single")[1].rstrip("\n") == DraftTree.from_name("hydra_single").draw()
 
 
 def test_costs_are_shown_with_their_file_and_cleared(tmp_path, monkeypatch, command):

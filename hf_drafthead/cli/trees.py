@@ -1,10 +1,9 @@
-"""`hf-drafthead calibrate`, `costs` and `trees`: which draft tree is fastest here."""
+"""`hf-drafthead calibrate` and `costs`: which draft tree is fastest here."""
 
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.text import Text
 
 from hf_drafthead.cli import common
 from hf_drafthead.cli.common import amount, count, flag, string
@@ -98,23 +97,3 @@ def costs(
     common.write_json(json_path, {"file": str(room.FILE), "costs": everything})
     if clear:
         common.say(f"removed: costs of {room.clear()} kind(s) of calls.")
-
-
-@common.app.command()
-def trees(
-    name: Annotated[str | None, typer.Argument(help="Draw this published tree, or a JSON file of rank paths.")] = None,
-) -> None:
-    """List the published draft trees, or draw one."""
-    from hf_drafthead.generation.tree import DraftTree, published_trees
-
-    console = common.output()
-    if name is not None:
-        chosen = common.parse_tree(name)
-        if not isinstance(chosen, DraftTree):
-            raise ValueError(f"{name!r} has another shape in every step: give a published tree's name, or rank paths.")
-        console.print(Text(chosen.draw()))
-        return
-    width = max(map(len, published_trees()))
-    for published in published_trees():
-        tree = DraftTree.from_name(published)
-        console.print(f"{published:<{width}}  {tree.num_nodes:3} nodes, depth {tree.max_depth}")

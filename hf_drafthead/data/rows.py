@@ -22,7 +22,7 @@ from typing import Any
 CHATS = ("messages", "conversations")
 EXTRA = ("reasoning_content", "tool_calls", "tool_call_id", "name")  # of a turn, as chat templates read it
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names of one thing
-OF_A_TURN = {"role", "from", "content", "value", "cut", "ids", "extra", *EXTRA, *THOUGHTS}
+OF_A_TURN = {"role", "from", "content", "value", "cut", "ids", *EXTRA, *THOUGHTS}
 KNOWN = (*CHATS, "turns", "text", "prompt")  # fields of which a record has at least one
 MAX_NESTING = 100  # levels of JSON; the parameters of a tool have some 10
 EXPECTED = (
@@ -54,8 +54,7 @@ def features() -> Any:
 
 
 def without_format(rows: Any) -> Any:
-    """A data set whose rows are Python's own values, whatever library it was given a format for; anything else as is.
-    A ValueError for one whose rows are made by a function when they are read."""
+    """A data set whose rows are Python's own values; anything else as is. A ValueError for one with a transform."""
     if not hasattr(rows, "with_format"):
         return rows
     if rows.format["type"] == "custom":
@@ -73,14 +72,9 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
     """
     fields = record if isinstance(record, Mapping) else {}
     holder = next((name for name in CHATS if fields.get(name) is not None), None)
-    chat, turns, text, context_length = (
-        fields.get(holder or ""),
-        fields.get("turns"),
-        fields.get("text"),
-        fields.get("given"),
-    )
-    prompt, completion = fields.get("prompt"), fields.get("completion")
-    read = {"ids", "given", "source", "row", "unused", *(("turns", "text") if holder is None else (holder,))}
+    chat, turns, text = (fields.get(name) for name in (holder or "", "turns", "text"))
+    context_length, prompt, completion = (fields.get(name) for name in ("given", "prompt", "completion"))
+    read = {"ids", "given", "row", *(("turns", "text") if holder is None else (holder,))}
     if chat is None and turns is None and text is None and prompt is not None:
         read |= {"prompt", "completion"}
         if isinstance(prompt, str):
@@ -94,7 +88,6 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
         messages = [_turn(turn) for turn in _with_what_is_beside(_listed(chat), fields)]
         tools = _tools(fields.get("tools"))
         read |= {"system", *THOUGHTS, *(["tools"] if tools else [])}
-    before = fields["unused"] if _are(fields.get("unused"), str) else ()  # of a row
     asked = list(turns) if messages is None and turns is not None and _are(turns, str) else None
     unused = [name for name, value in fields.items() if name not in read and not _is_nothing(value)]
     for turn in _listed(chat):
@@ -110,7 +103,7 @@ def as_row(record: Any, source: str = "", number: int = 0) -> dict[str, Any]:
         "ids": _ids(fields.get("ids")),
         "source": source,
         "row": number,
-        "unused": list(dict.fromkeys([*before, *map(str, unused)])),
+        "unused": list(dict.fromkeys(map(str, unused))),
     }
 
 
@@ -154,8 +147,6 @@ def _turn(turn: Any) -> dict[str, Any]:
 
 def _extra(fields: Mapping[str, Any]) -> str | None:
     """What a chat template reads of a turn besides its text, as JSON."""
-    if isinstance(_parsed(fields.get("extra")), Mapping) and isinstance(fields["extra"], str):  # a turn of a row
-        return fields["extra"]  # type: ignore[no-any-return]
     extra = {**fields, "reasoning_content": _thought(fields), "tool_calls": calls_of(fields.get("tool_calls"))}
     extra = {name: extra[name] for name in EXTRA if not _is_nothing(extra.get(name))}
     return json.dumps(extra, ensure_ascii=False) if extra else None

@@ -27,7 +27,13 @@ def load(name: str, **kwargs: Any) -> tuple[Any, Any]:
     Raises:
         OSError, ValueError: as there.
     """
-    model: Any = from_pretrained(name, **kwargs)
+    try:
+        model: Any = from_pretrained(name, **kwargs)
+    except OSError as error:
+        if "trust_remote_code" not in str(error.__cause__):
+            raise
+        what = f"the base of {name!r} has its own model code, which runs only if you trust it"
+        raise OSError(f"{what}: read it, then give --trust-remote-code (trust_remote_code=True).") from error
     trust: dict[str, Any] = {"trust_remote_code": True} if kwargs.get("trust_remote_code") else {}
     try:
         tokenizer = load_tokenizer(name, **trust, revision=kwargs.get("revision", "main"))

@@ -178,7 +178,7 @@ class Writer:
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
         """A task for a row, whose answers are ignored; Refused where it holds nothing that can be asked, or too much, a
         ValueError where a tokenizer or a chat template is missing."""
-        row = as_row(row)
+        row = row if {"tools", "given", "unused"} <= set(row) else as_row(row)
         if row["messages"] is not None or row["turns"] is not None:
             asked = self.fitted(asked_in(row))
             system = [turn for turn in asked.messages if turn["role"] == "system"]

@@ -24,7 +24,8 @@ class Clock(TrainerCallback):
 
     def __init__(self, file: Path, limit: float | None = None) -> None:
         self.file, self._whole = file, limit
-        self.seconds = self.before = 0.0
+        kept = json.loads(file.read_text()) if file.is_file() else {}
+        self.seconds, self.before = kept.get("seconds", 0.0), kept.get("before", 0.0)
         self.started: float | None = None
 
     @property
@@ -34,10 +35,8 @@ class Clock(TrainerCallback):
 
     @property
     def hours(self) -> float:
-        """Hours of the training up to now; for one that was finished before, its total."""
-        if self.started is None:
-            return self._kept("seconds") / 3600
-        return (self.seconds + time.monotonic() - self.started) / 3600
+        """Hours of the training up to now, those before it was resumed included."""
+        return (self.seconds + (0.0 if self.started is None else time.monotonic() - self.started)) / 3600
 
     def preceded_by(self, seconds: float, keep: bool = True) -> None:
         """Take something that preceded the training off its limit, and store it for one that is resumed."""
@@ -45,17 +44,14 @@ class Clock(TrainerCallback):
         if keep:
             self._keep(0.0)
 
-    def resume(self) -> None:
-        self.before = self._kept("before")
-
     def share(self, args: Any) -> float:
         """How much of the limit has passed, the same in all processes; 0 without one."""
         return agreed(self.hours / self.limit, args) if self.limit else 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.started = time.monotonic()
-        if state.global_step > 0:
-            self.seconds = self._kept("seconds")
+        if state.global_step == 0:
+            self.seconds = 0.0
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if self.limit and self.share(args) >= 1:
@@ -63,9 +59,6 @@ class Clock(TrainerCallback):
         last = control.should_training_stop or state.global_step >= state.max_steps
         if last and args.eval_strategy == "steps" and not args.load_best_model_at_end:
             control.should_evaluate = True
-
-    def _kept(self, name: str) -> float:
-        return json.loads(self.file.read_text()).get(name, 0.0) if self.file.is_file() else 0.0
 
     def on_save(self, args, state, control, **kwargs) -> None:
         if state.is_world_process_zero:

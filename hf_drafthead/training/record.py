@@ -82,7 +82,7 @@ def refuse_weights_alone(checkpoint: Path) -> None:
 def keep_settings(output: Path, file: Path, settings: dict[str, Any], begun: bool) -> None:
     """Note in a file what an output depends on, or refuse to go on with one that was begun with something else."""
     before = read_json(file) if begun and file.is_file() else settings
-    for name in sorted({*before, *settings}):
+    for name in dict.fromkeys([*settings, *before]):
         if before.get(name) != settings.get(name):
             raise ValueError(
                 f"{str(output)!r} was started with {name}={before.get(name)!r}, but now {name}={settings.get(name)!r}: "

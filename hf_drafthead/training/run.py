@@ -165,8 +165,8 @@ class _Run:
         kind = distill.kind_of_text(self._tokenizer()) if self.data is None else None
         self.model, self.tokenizer = self._loaded(), self._tokenizer()
         self.clock = Clock(self.output / "clock.json", settings.hours)
-        if self.resume:
-            self.clock.resume()
+        if not self.resume:
+            self.clock.before = 0.0
         if kind is not None:
             self.data = self._own_text(kind)
         self.data = self._rows()

@@ -504,9 +504,3 @@ def test_what_is_not_used_is_named(tmp_path):
     assert str(report).splitlines()[-1].startswith("not used: prompt (1 rows), id (1 rows), tools (1 rows)")
     _, report = tokenize_rows(read_rows(path), tokenizer_with(TOOL_TEMPLATE))  # which drops earlier thoughts
     assert report.mapped == {"thoughts left out by the chat template": 1}
-
-
-def test_rows_can_be_read_as_rows_again(tmp_path):
-    for record, *_ in BESIDE.values():
-        row = as_row(record)
-        assert as_row(row) == row

@@ -146,7 +146,7 @@ def test_a_server_is_given_what_its_chat_template_reads(tmp_path):
         distill(asked, None, CHATS[:2], tmp_path / "out.jsonl", max_new_tokens=3)
         assert [body["chat_template_kwargs"] for _, body, _ in server.asked] == [{"enable_thinking": False}] * 2
         with pytest.raises(ValueError, match="was started with chat_template_kwargs="):  # the answers depend on it
-            ask(server, CHATS[:3], tmp_path / "out.jsonl")
+            ask(server, CHATS[:2], tmp_path / "out.jsonl")
 
 
 def test_every_row_is_asked_with_many_requests_at_once(tmp_path):
