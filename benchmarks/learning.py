@@ -6,11 +6,13 @@
     python benchmarks/learning.py --heads eagle3 --traffic python:100 poison:10000 python:100 --tokens 8
     python benchmarks/learning.py --heads FOLDER --dtype bfloat16 --traffic chats:500 --questions question.jsonl
     python benchmarks/learning.py --heads eagle3 --busy                   # no idle time: the share of the time alone
+    python benchmarks/learning.py --heads eagle3 --dtype float64 --check  # every text compared with the base's own
 
 A model completes texts greedily, by default in float32 and 48 tokens each: pieces of the configuration files of
 transformers (`python`), queries of made-up tables (`sql`), questions (`chats`, through the chat template where there is
 one), random tokens (`poison`). Requests come in twenties, behind which nobody asks for a while, unless `--busy`;
-`--still` leaves the heads as they are.
+`--still` leaves the heads as they are; `--check` counts texts that the base alone writes otherwise, and samples half of
+them.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 import torch
 import transformers
+from soak import resident_mb
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_drafthead
@@ -86,7 +89,7 @@ def main() -> None:
     options.add_argument("--tokens", type=int, default=48, help="new ones of a request")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--share", type=float, default=0.1)
-    for flag in ("--fresh", "--busy", "--still"):
+    for flag in ("--fresh", "--busy", "--still", "--check"):
         options.add_argument(flag, action="store_true")
     asked = options.parse_args()
     path = asked.heads if Path(asked.heads).is_dir() else zoo.path(asked.heads)
@@ -102,12 +105,22 @@ def main() -> None:
     manager = model.init_continuous_batching(slots=8, draft_tree={"dynamic": {"nodes": 16}})
     learner = None if asked.still else manager.learn(share=asked.share)
     manager.start()
-    metrics, before, begun = manager.figures, (0, 0, 0), time.perf_counter()
+    metrics, before, begun, differ = manager.figures, (0, 0, 0), time.perf_counter(), 0
     for first in range(0, len(requests), AT_ONCE):
-        for name in manager.add_requests(
-            requests[first : first + AT_ONCE], max_new_tokens=asked.tokens, do_sample=False
-        ):
-            assert manager.get_result(name).error is None
+        some = requests[first : first + AT_ONCE]
+        hows = [
+            {"max_new_tokens": asked.tokens, "do_sample": asked.check and place % 2 == 1} for place in range(len(some))
+        ]
+        seeds = [{"seed": first + place} if how["do_sample"] else {} for place, how in enumerate(hows)]
+        names = [manager.add_request(ids, **how, **seed) for ids, how, seed in zip(some, hows, seeds)]
+        for name, ids, how, seed in zip(names, some, hows, seeds):
+            result = manager.get_result(name)
+            assert result.error is None
+            if asked.check:
+                torch.manual_seed(seed.get("seed", 0))
+                prompt = torch.tensor([ids])
+                alone = model.base.generate(prompt, attention_mask=torch.ones_like(prompt), **how)
+                differ += alone[0, len(ids) :].tolist() != result.generated_tokens
         while learner is not None and learner.wants and not asked.busy:
             time.sleep(0.01)
         if (done := first + AT_ONCE) % 100 == 0:
@@ -116,7 +129,8 @@ def main() -> None:
             before, spent = now, 0.0 if learner is None else learner.spent / (learner.spent + learner.served)
             counts = {} if learner is None else {name[9:]: round(value, 3) for name, value in learner.counts().items()}
             print(f"{done - 99} to {done}: {(tokens - finished) / rows:.3f} tokens per step, {spent:.1%} of the time")
-            print(f"    {counts}, {time.perf_counter() - begun:.0f} s", flush=True)
+            checked = f", {differ} texts differ, {resident_mb():.0f} MB" if asked.check else ""
+            print(f"    {counts}, {time.perf_counter() - begun:.0f} s{checked}", flush=True)
     manager.stop()
 
 

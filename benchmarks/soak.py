@@ -2,12 +2,15 @@
 
     python benchmarks/soak.py                      # 2,000 generations, every family (`make soak`)
     python benchmarks/soak.py --count 40 --seed 7  # a short one
+    python benchmarks/soak.py --learn              # heads change between generations
 
-Every generation draws its family, prompts, lengths, sampling, processors, stops, tree, form of output and whether its
-steps are captured from the seed and its own number, so that one can be run again: `--first 1234 --count 1`. float64, on
-the CPU; captured steps are traced and not compiled, which takes less long, and those of a family are of one tree and
-batch size, so that most of them run a step that was traced for an earlier generation. Exit code 1: a text, a score or
-the generator's state differed, or memory grew.
+Every generation draws from the seed and its own number what it is, so that one can be run again: `--first 1234 --count
+1`. That is its family, prompts, lengths, sampling, processors, stops, tree, form of output, copies of its own text and
+of earlier ones, tokens that a constraint leaves no choice of, what steps are said to cost, by which those of the tree
+`auto` choose their nodes, and whether its steps are captured. With `--learn` heads learn from what some of them have
+written. float64, on the CPU; captured steps are traced and not compiled, which takes less long, and those of a family
+are of one tree and batch size, so that most of them run a step that was traced for an earlier generation. Exit code 1:
+a text, a score or the generator's state differed, or memory grew.
 """
 
 from __future__ import annotations
@@ -29,10 +32,13 @@ from transformers.utils import logging
 
 from hf_drafthead import zoo
 from hf_drafthead.evaluation.questions import read_questions
+from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.programs import PROGRAMS
+from hf_drafthead.trees.costs import NodeCosts, StepCosts
 
 BUSHY = [[0], [0, 0], [1], [2], [1, 0], [0, 1], [0, 0, 0]]
-TREES: list[Any] = ["mc_sim_7b_63", [[0], [1], [0, 0]], [[0]], [[rank] for rank in range(12)], BUSHY, "dynamic"]
+TREES: list[Any] = ["mc_sim_7b_63", [[0], [1], [0, 0]], [[0]], [[rank] for rank in range(12)], BUSHY, "dynamic", "auto"]
+LEARNING = 0.1  # of the generations with `--learn`, behind which heads learn from theirs
 CAPTURED = 0.04  # of the generations: tracing a step takes seconds
 TRACED = CompileConfig(backend="eager", mode="default")
 ALLOWED_GROWTH = 1.1  # of the memory after a tenth of the generations
@@ -50,6 +56,7 @@ class Report:
     generations: int = 0
     drafted: int = 0
     captured: int = 0
+    learned: int = 0
     tokens: int = 0
     accepted: int = 0
     with_accepted: int = 0
@@ -89,6 +96,27 @@ class OnMultiple(StoppingCriteria):
         return input_ids[:, -1] % self.number == 0
 
 
+class Frames:
+    """A constraint that leaves one token of every few places, and of the others half of all."""
+
+    def __init__(self, every: int, forced: int, vocabulary: int):
+        self.every, self.forced, self.vocabulary = every, forced, vocabulary
+
+    def __call__(self, row: int, ids: torch.Tensor) -> list[int]:
+        at = len(ids)
+        return [3 + at % 11] if at % self.every < self.forced else [*range(at % 2, self.vocabulary, 2)]
+
+
+def say_costs(dice: random.Random) -> None:
+    """Let steps of every size cost something or other."""
+    more = dice.choice([0.0, 0.01, 0.05, 0.2])
+
+    def said(self: StepCosts, trees: Any) -> NodeCosts:
+        return NodeCosts({size: 1 + more * size.nodes + 0.05 * size.depth for size in trees})
+
+    StepCosts.__call__ = said  # type: ignore[method-assign]
+
+
 def settings(dice: random.Random, tokenizer) -> dict[str, Any]:
     """Arguments of one call of `generate`."""
     call: dict[str, Any] = {"max_new_tokens": dice.choice([1, 2, 7, 24, 48]), "do_sample": dice.random() < 0.5}
@@ -114,11 +142,21 @@ def settings(dice: random.Random, tokenizer) -> dict[str, Any]:
     )
     if dice.random() < 0.3:
         call |= {"output_scores": True, "output_logits": True}
+    if dice.random() < 0.2:
+        every = dice.choice([3, 8, 20])
+        call["prefix_allowed_tokens_fn"] = Frames(every, dice.randint(1, every - 1), len(tokenizer))
     return call
 
 
 def one(
-    number: int, seed: int, models: dict[str, PreTrainedModel], tokenizer, prompts: list[str], report: Report
+    number: int,
+    seed: int,
+    models: dict[str, PreTrainedModel],
+    tokenizer,
+    prompts: list[str],
+    report: Report,
+    earlier: TextIndex,
+    learn: bool,
 ) -> None:
     """Run the generation of a number on the base and on the model, and note what differs."""
     dice = random.Random(f"{seed} {number}")
@@ -132,6 +170,10 @@ def one(
     given = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
     call = settings(dice, tokenizer)
     own: dict[str, Any] = {"draft_tree": tree} | ({"compile_config": TRACED} if captured else {})
+    if dice.random() < 0.4:
+        own |= {"prompt_lookup_num_tokens": dice.choice([1, 4, 9])} if dice.random() < 0.7 else {}
+        own |= {"lookup_texts": earlier} if dice.random() < 0.5 else {}
+    say_costs(dice)
     told = f"{number} ({family}, {len(texts)} rows, {own}, {dict(call, tokenizer=None)})"
     outputs, states = [], []
     for runner, mine in ((model.base, {}), (model, own)):
@@ -153,6 +195,14 @@ def one(
         report.differences.append(f"{told}: other tokens")
     elif not torch.equal(*states):
         report.differences.append(f"{told}: the generator is left in another state")
+    start = given["input_ids"].shape[1]
+    for row in got.sequences[:, start:].tolist():
+        earlier.put(row)
+    if learn and dice.random() < LEARNING:
+        texts = zip(given["input_ids"].tolist(), got.sequences[:, start:].tolist())
+        mine = [(prompt, answer) for prompt, answer in texts for _ in range(8)]
+        model.learn_from(*zip(*mine))
+        report.learned += 1
     for name in ("scores", "logits"):
         theirs, ours = expected.get(name) or (), got.get(name) or ()
         if len(theirs) != len(ours) or not all(map(torch.allclose, theirs, ours)):
@@ -167,16 +217,16 @@ def resident_mb() -> float:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def soak(count: int, first: int = 0, seed: int = 0, families: list[str] | None = None) -> Report:
+def soak(count: int, first: int = 0, seed: int = 0, families: list[str] | None = None, learn: bool = False) -> Report:
     """Run so many generations, of the numbers from `first` on."""
     paths = {name: zoo.path(name) for name in families or zoo.families()}
     models = {name: AutoModel.from_pretrained(path, dtype=torch.float64).eval() for name, path in paths.items()}
     tokenizer = AutoTokenizer.from_pretrained(next(iter(paths.values())))
     prompts = [prompt.text for prompt in read_questions(zoo.ASSETS / "prompts.jsonl")]
-    report = Report()
+    report, earlier = Report(), TextIndex(capacity=1 << 13)
     every = max(count // 100, 1)
     for number in range(first, first + count):
-        one(number, seed, models, tokenizer, prompts, report)
+        one(number, seed, models, tokenizer, prompts, report, earlier, learn)
         if report.generations % every == 0:
             gc.collect()
             report.resident.append(resident_mb())
@@ -194,10 +244,11 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--family", action="append", help="may be repeated; default: all of the zoo")
+    parser.add_argument("--learn", action="store_true", help="heads learn from some of what was written")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     logging.set_verbosity_error()
-    report = soak(arguments.count, arguments.first, arguments.seed, arguments.family)
+    report = soak(arguments.count, arguments.first, arguments.seed, arguments.family, arguments.learn)
     figures = report.to_json()
     print(json.dumps(figures, indent=2))
     if arguments.json:
