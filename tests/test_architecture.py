@@ -272,7 +272,7 @@ ROOMS = [
     ("exactness", 888),
     ("batching", 1213),
 ]
-ROOMS += [("serving", 934), ("cards", 502), ("data", 607), ("page", 202)]
+ROOMS += [("serving", 934), ("cards", 528), ("data", 607), ("page", 202)]
 
 
 @pytest.mark.parametrize("room, most", ROOMS)

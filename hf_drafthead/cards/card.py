@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CardData, ModelCard, ModelCardData
+from huggingface_hub import CardData, EvalResult, ModelCard, ModelCardData
 
 from hf_drafthead.cards.facts import Facts, counts_in_words, is_hub_id, read_facts
 from hf_drafthead.cards.sections import REBUILT, merge
@@ -18,7 +18,7 @@ TASK = "text-generation"
 WHOLE, UNCATEGORISED = "all", "uncategorised"  # all prompts of a run, and those that name no category
 # all of an absolute path but its last name
 PATH = re.compile(r"(?<![\w.:/~-])(?:file://)?(?:~\w*|[A-Za-z]:)?[/\\](?:[^\s'\"/\\]+[/\\])*(?=[^\s'\"/\\])")
-OURS = ("tokens_per_step", "speedup")  # metrics that earlier releases wrote into the metadata
+METRICS = {"tokens_per_step": "Tokens per step", "speedup": "Speedup over the base"}
 
 
 def write_card(folder: Path, *, repo_id: str | None = None, license: str | None = None) -> Path:
@@ -39,7 +39,7 @@ def write_card(folder: Path, *, repo_id: str | None = None, license: str | None 
     path = folder / "README.md"
     old = read_card(path) if path.is_file() else ModelCard("---\n{}\n---\n")
     repo_id = repo_id or folder.resolve().name
-    data = card_data(facts, old.data, license)
+    data = card_data(facts, old.data, repo_id.rpartition("/")[2], license)
     written = ModelCard(render(facts, data, repo_id))
     written.text = "\n" + merge(old.text, written.text)
     written.save(path)
@@ -60,7 +60,8 @@ def missing(folder: Path) -> list[str]:
         lacks.append(f"base: the card names {named!r}, the config {facts.base!r}; run `hf-drafthead card {folder}`")
     if not card.data.get("license"):
         lacks.append(f"license: run `hf-drafthead card {folder} --license ID`, such as apache-2.0")
-    if not any(words in card.text.lower() for words in ("tokens per step", "not measured")):
+    drafting = any(result.metric_type in METRICS for result in card.data.get("eval_results") or [])
+    if not (drafting or "not measured" in card.text.lower()):
         lacks.append('measured figures: run `hf-drafthead bench`, or write "not measured" into the card')
     return lacks
 
@@ -77,16 +78,17 @@ def read_card(path: Path) -> ModelCard:
         ) from None
 
 
-def card_data(facts: Facts, old: CardData, license: str | None) -> ModelCardData:
+def card_data(facts: Facts, old: CardData, name: str, license: str | None) -> ModelCardData:
     """The metadata: what the facts determine, and of an earlier card's everything else."""
     old_fields = {key: value for key, value in old.__dict__.items() if value is not None}
-    foreign = [result for result in old_fields.pop("eval_results", None) or [] if result.metric_type not in OURS]
-    old_fields |= {"eval_results": foreign} if foreign else {}
+    foreign = [result for result in old_fields.pop("eval_results", None) or [] if result.metric_type not in METRICS]
+    name = old_fields.pop("model_name", name)  # a card that was published keeps the name of its results
     base = facts.base or old_fields.pop("base_model", None)
     base = None if isinstance(base, str) and not is_hub_id(base, facts.folder) else base
     tags = ["hf-drafthead", "speculative-decoding", "draft-heads", facts.family]
     named = facts.training.get("datasets") or facts.training.get("dataset") or []
     datasets = [without_folders(str(dataset)) for dataset in ([named] if isinstance(named, str) else named)]
+    results = [*eval_results(facts), *foreign]
     data: dict[str, Any] = {
         "license": license or old_fields.pop("license", None) or facts.training.get("license"),
         "base_model": base,
@@ -95,8 +97,28 @@ def card_data(facts: Facts, old: CardData, license: str | None) -> ModelCardData
         "pipeline_tag": TASK,
         "datasets": old_fields.pop("datasets", None) or datasets or None,
         "tags": [*tags, *(tag for tag in old_fields.pop("tags", []) if tag not in tags)],
+        "eval_results": results or None,
+        "model_name": name if results else None,
     }
     return ModelCardData(**data, **{key: value for key, value in old_fields.items() if key not in data})
+
+
+def eval_results(facts: Facts) -> list[EvalResult]:
+    """Tokens per step and speedup of every run, over all prompts and by task."""
+    results = []
+    for run in facts.runs:
+        dataset = without_folders(str(run.get("dataset") or run.get("questions") or "prompts"))
+        shown = Path(dataset).stem if Path(dataset).suffix in (".json", ".jsonl") else dataset
+        of_all: dict[str, Any] = {"task_type": TASK, "task_name": "Text Generation", "dataset_split": run.get("split")}
+        of_all["dataset_type"] = re.sub(r"[^\w./-]+", "-", dataset)
+        of_all["dataset_name"] = shown + (f", first {run['limit']}" if run.get("limit") else "")
+        measured = [(task, part, metric) for task, part in parts(run).items() for metric in METRICS]
+        for task, part, metric in measured:
+            if is_number(part.get(metric)):
+                figure = {"metric_type": metric, "metric_value": round(part[metric], 4)}
+                title = f"{METRICS[metric]} ({setting(run)})"
+                results.append(EvalResult(**of_all, **figure, dataset_config=str(task), metric_name=title))
+    return results
 
 
 def parts(run: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -222,5 +244,9 @@ def without_folders(text: str) -> str:
 
 def figure(value: Any) -> str:
     """A measured number, or that there is none."""
-    finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    return f"{value:.2f}" if finite else "not measured"
+    return f"{value:.2f}" if is_number(value) else "not measured"
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
+from huggingface_hub.repocard_data import eval_results_to_model_index, model_index_to_eval_results
 from safetensors.torch import load_file, save_file
 
 from hf_drafthead import zoo
@@ -112,7 +113,7 @@ def test_metadata_is_what_the_hub_reads(heads):
     }
 
 
-def test_measured_figures_stand_in_the_text(heads):
+def test_measured_figures_stand_in_the_text_and_in_the_model_index(heads):
     put(heads, "evaluation.json", run())
     card = card_of(heads, repo_id="org/vicuna-hydra")
     assert "**NVIDIA A100, float16, batch size 1**: 40 prompts of `mt_bench.jsonl`, 3,840 new tokens" in card.text
@@ -122,6 +123,21 @@ def test_measured_figures_stand_in_the_text(heads):
     assert "over the base compiled: not measured; calls that the base decoded by itself: ?." in card.text
     assert "\nhf-drafthead bench heads --questions mt_bench.jsonl --json evaluation.json\n" in card.text
     assert "the output was the base's own, token by token" in card.text
+    assert card.data.model_name == "vicuna-hydra"
+    found = {(one.dataset_config, one.metric_type): one.metric_value for one in card.data.eval_results}
+    assert found == {
+        ("all", "tokens_per_step"): 2.713,
+        ("all", "speedup"): 1.4815,
+        ("writing", "tokens_per_step"): 2.5,
+        ("writing", "speedup"): 1.3,
+        ("math", "speedup"): 1.7,
+    }
+    assert {one.metric_name for one in card.data.eval_results} == {
+        "Tokens per step (NVIDIA A100, float16, batch size 1)",
+        "Speedup over the base (NVIDIA A100, float16, batch size 1)",
+    }
+    index = eval_results_to_model_index(card.data.model_name, card.data.eval_results)
+    assert model_index_to_eval_results(index) == (card.data.model_name, card.data.eval_results)
 
 
 def test_rows_without_a_category_do_not_take_the_place_of_the_whole(heads):
@@ -129,9 +145,13 @@ def test_rows_without_a_category_do_not_take_the_place_of_the_whole(heads):
     for name in ("all", UNCATEGORISED):  # the first is what these rows were once called
         split = {name: {**part, "tokens_per_step": 2.75}, "x": {**part, "tokens_per_step": 1.5}}
         put(heads, "evaluation.json", run(tokens_per_step=2.2, per_category=split))
-        assert "| all | 40 | 2.20 | 1.48 | yes |\n| uncategorised | 20 | 2.75 | 1.75 | yes |" in card_of(heads).text
+        card = card_of(heads)
+        found = {(one.dataset_config, one.metric_type): one.metric_value for one in card.data.eval_results}
+        assert found["all", "tokens_per_step"] == 2.2 and found["uncategorised", "tokens_per_step"] == 2.75
+        assert "| all | 40 | 2.20 | 1.48 | yes |\n| uncategorised | 20 | 2.75 | 1.75 | yes |" in card.text
     put(heads, "evaluation.json", run(per_category={UNCATEGORISED: {**part, "tokens_per_step": 2.713}}))
-    assert "uncategorised" not in card_of(heads).text
+    card = card_of(heads)
+    assert {one.dataset_config for one in card.data.eval_results} == {"all"} and "uncategorised" not in card.text
 
 
 def test_calls_that_the_base_decoded_are_told_and_prove_nothing(heads):
@@ -167,6 +187,7 @@ def test_what_was_cut_short_is_not_shown_as_whole(heads):
     assert "**NVIDIA A100, float16, batch size 1, not complete: out of memory**: 40 prompts" in card.text
     assert "\n- out of memory at a batch size of 4: 7 prompts were measured.\n" in card.text
     assert "- compiled is left out: no \\| compiler.\n" in card.text
+    assert all("not complete: out of memory" in one.metric_name for one in card.data.eval_results)
     put(heads, "evaluation.json", run(complete=True, stopped="interrupted", notices=[]))
     assert "not complete" not in card_of(heads).text
 
@@ -199,6 +220,10 @@ def test_a_data_set_keeps_its_name_split_and_limit(heads):
     put(heads, "evaluation.json", run(questions="org/mt", split="test", limit=40))
     card = card_of(heads)
     assert "40 prompts of `org/mt`, split test, the first 40 questions, 3,840 new tokens" in card.text
+    result = card.data.eval_results[0]
+    assert (result.dataset_type, result.dataset_name, result.dataset_split) == ("org/mt", "org/mt, first 40", "test")
+    put(heads, "evaluation.json", run())
+    assert card_of(heads).data.eval_results[0].dataset_name == "mt_bench"
 
 
 def hash_of(folder, dtype=None) -> str:
@@ -246,7 +271,7 @@ def test_every_run_of_every_file_is_told(heads):
         "**cpu, float32, batch size 1**",
     ]
     assert card.text.count("The command was not recorded.") == 1
-    assert "| inf |" not in card.text
+    assert all(one.metric_value < 3 for one in card.data.eval_results)
 
 
 def test_a_lossy_run_is_marked_and_does_not_count_as_a_difference(heads):
@@ -286,6 +311,7 @@ def test_what_verify_found_is_told(heads, same, near_ties, different, text):
     assert exactness_of(heads).startswith(text)
     assert ("token by token" in card.text) == (same == 40)
     assert "Tokens per step and speedup: not measured." in card.text
+    assert card.data.eval_results is None
 
 
 def test_a_run_in_which_rounding_decided_near_ties_says_how_many_and_by_how_little(heads):
@@ -375,8 +401,7 @@ def test_what_a_person_wrote_survives_in_text_and_metadata(heads):
     foreign = EvalResult("text-generation", "org/other", "Other", "rouge", 0.5)
     card = card_of(heads, license="mit")
     card.data.language, card.data.tags = "en", [*card.data.tags, "mine"]
-    earlier = EvalResult("text-generation", "org/q", "Q", "speedup", 1.5)  # as earlier releases wrote it
-    card.data.eval_results, card.data.model_name = [foreign, earlier], "published"
+    card.data.eval_results, card.data.model_name = [foreign], "published"
     card.text = card.text.replace("## Limits", "## Thanks\n\nTo all.\n\n## Limits")
     card.save(heads / "README.md")
     put(heads, "evaluation.json", run())
@@ -387,7 +412,8 @@ def test_what_a_person_wrote_survives_in_text_and_metadata(heads):
     assert again.data.language == "en"
     assert again.data.tags[-1] == "mine"
     assert again.data.model_name == "published"
-    assert again.data.eval_results == [foreign]
+    assert foreign in again.data.eval_results
+    assert len(again.data.eval_results) == 6
 
 
 def test_the_base_that_a_person_named_stays_where_the_config_has_a_path(tmp_path):
@@ -407,7 +433,7 @@ def test_cards_of_the_zoo_are_whole_and_read_back_the_same(name, tmp_path):
     assert str(card) == path.read_text()
     assert ModelCard(str(card)).data.to_dict() == card.data.to_dict()
     assert card.data.library_name == "transformers" and card.data.license == "apache-2.0"
-    assert "| all |" in card.text
+    assert {result.metric_type for result in card.data.eval_results} == {"tokens_per_step", "speedup"}
     assert re.search("head0[ _]top1", card.text)
     assert "python -m hf_drafthead.zoo.build" in card.text
     assert [one.partition(":")[0] for one in missing(tmp_path / name)] == ["base"]
