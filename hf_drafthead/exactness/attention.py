@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -33,22 +34,25 @@ NAME = "order_free"  # in transformers' configs
 BLOCK = ContextVar("keys of a block", default=96)  # few for `trial`; a third of it, and more, are the last
 MOST = 1 << 18  # scores at a time, 1 MiB
 LEAST = -1e30  # of a largest score
+AS_GIVEN = contextlib.nullcontext()
 LOG2 = math.log2(math.e)  # powers of 2 take a third of the time
 attended: list[nn.Module] = []  # the modules that attended last, for `trial`
 
 
-Parts = list[tuple[Any, tuple[int, int], Any]]
+class Part(NamedTuple):
+    """K blocks of k keys, and a bias (b, G or 1, K, r or 1, n, k) where not all nodes see all of them."""
+
+    slots: Any  # (K * k,), or a slice
+    blocks: tuple[int, int]  # K, k
+    bias: torch.Tensor | None
 
 
 class Piece(NamedTuple):
-    """Nodes of some rows, and the keys that they see: slots, (K, k), and a bias (b, G or 1, K, r or 1, n, k) where not
-    all nodes see all of them.
-    """
+    """Nodes of some rows, and the keys that they see."""
 
     rows: slice
-    nodes: torch.Tensor  # (n,), filled up with the first ones
-    given: int  # without these
-    parts: Parts
+    nodes: slice
+    parts: list[Part]
 
 
 def order_free(
@@ -76,28 +80,26 @@ def order_free(
     if single and mask.shape[1] > 1:
         raise Inexact(f"{type(module).__name__} has a mask of each head, for which it has to be in bfloat16 or float16")
     together = max(most // shared // 4 * 4, 1) if in_order or not single else 1
-    plan = _plan(mask, (length, block, least, together, sliding_window or length + 1, shared))
+    plan = _plan(mask, (length, block, together, sliding_window or length + 1, shared))
     precise = torch.float32 if single or in_order and mask.shape[1] == 1 else torch.float64
     sinks = None if s_aux is None else s_aux.float().view(groups, shared, 1) * LOG2
-    query = query.unflatten(1, (groups, shared)).float()
+    query = query.view(rows, groups, shared, nodes, size).float()
     query = query * ((size**-0.5 if scaling is None else scaling) * (LOG2 if softcap is None else 1 / softcap))
-    out = value.new_zeros(rows, nodes, groups, shared, wide)
-    with _plainly(key.device.type):
+    out = value.new_empty(rows, nodes, groups, shared, wide)
+    places = out.permute(0, 2, 3, 1, 4)
+    with torch._C.DisableTorchFunction(), _plainly(key.device.type):  # not as in `RowByRow`
         for piece in plan:
-            asked, places = query[piece.rows].index_select(3, piece.nodes), out[piece.rows].permute(0, 2, 3, 1, 4)
-            step = max(MOST // ((length + block) * shared * len(piece.nodes)), 1)
-            for group in (slice(start, start + step) for start in range(0, groups, step)):
-                keys, values = (part[piece.rows, group] for part in (key, value))
-                of_group = None if sinks is None else sinks[group]
-                found = _over_blocks(asked[:, group], keys, values, piece.parts, group, softcap, of_group, precise)
-                places[:, group].index_copy_(3, piece.nodes[: piece.given], found[:, :, :, : piece.given].to(out.dtype))
+            step = max(MOST // ((length + block) * shared * (piece.nodes.stop - piece.nodes.start)), 1)
+            for start in range(0, groups, step):
+                at = (piece.rows, slice(start, start + step), slice(None), piece.nodes)
+                held = key[at[:2]], value[at[:2]]
+                places[at] = _over_blocks(query[at], *held, piece.parts, at[1], least, softcap, sinks, precise)
     return out.flatten(2, 3), None
 
 
 def _plainly(device: str) -> Any:
     """Products in the types that they are given."""
-    cast = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if cast else contextlib.nullcontext()
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else AS_GIVEN
 
 
 @functools.cache
@@ -105,7 +107,7 @@ def _products(size: int, wide: int, block: int, device: torch.device, _: int) ->
     """From how many rows on, and up to how many, products agree, and whether those of last keys add in order."""
     keys, values = (torch.empty(2 * block, each, device=device) for each in (size, wide + 1))
     shares = keys.new_empty(1, 2 * block)
-    with _plainly(device.type):
+    with torch._C.DisableTorchFunction(), _plainly(device.type):
         tried = [agreeing(keys, keys[:count], None, batched) for count in (block, 2 * block)]
         tried += [agreeing(shares[:, :count], values[:count].T, None, batched) for count in (block, 2 * block)]
         least = max(few for few, _ in tried)
@@ -138,106 +140,101 @@ def _additive(mask: torch.Tensor) -> torch.Tensor:
     return bias.masked_fill(~_seen(mask), -math.inf)
 
 
-def _planned(mask: torch.Tensor, block: int, least: int, most: int, window: int, shared: int) -> Iterator[Piece]:
-    """Of a mask (B or 1, H or 1, N, L): pieces of at least so many M, and at most so many nodes."""
-    (nodes, length), fours = mask.shape[2:], 4 // math.gcd(shared, 4)  # as many nodes have 4 M
+def _planned(mask: torch.Tensor, block: int, most: int, window: int, shared: int) -> Iterator[Piece]:
+    """The pieces of a mask (B or 1, H or 1, N, L), of at most so many nodes."""
     # nodes of a tree, whose mask is additive, lie in front of the past
-    order = torch.arange(length, device=mask.device).roll(-nodes if mask.is_floating_point() else 0)
-    visible = _seen(mask).any(1)[..., order]  # (B or 1, N, L)
-    seen = visible.sum(-1)
+    first = mask.shape[2] if mask.is_floating_point() else 0
+    mask = mask.roll(-first, -1) if first else mask
+    seen = _seen(mask).any(1).sum(-1)  # (B or 1, N)
     early = ((seen - block // 3) // block).clamp(min=0)
     kinds = early.where((seen < window) & (mask.shape[1] == 1), -1 - early)  # where a window is full none is shared
 
-    def pieces(rows: slice, some: torch.Tensor) -> Iterator[Piece]:
-        kind = kinds[rows][:, some]
-        if (kind == kind[0, 0]).all() and len(some) <= most and (most > 1 or len(kind) == 1):
-            filled = -(-max(len(some), least / shared) // fours) * fours  # small products of odd M are less alike
-            padded = some[torch.arange(int(filled), device=some.device) % len(some)]
-            bias = _additive(mask[rows][:, :, padded])[..., order]
-            parts = _parts(visible[rows][:, padded], bias, order, int(kind[0, 0]), block, shared)
+    def pieces(rows: slice, nodes: slice) -> Iterator[Piece]:
+        kind = kinds[rows, nodes]
+        edges = (nodes.start + 1 + (kind.diff(dim=1) != 0).any(0).nonzero()[:, 0]).tolist()
+        if not edges and (kind == kind[:1]).all() and kind.shape[1] <= most and (most > 1 or len(kind) == 1):
+            parts = _parts(mask[rows, :, nodes], first, int(kind[0, 0]), block, shared)
             if parts:
-                yield Piece(slice(None) if len(visible) == 1 else rows, padded, len(some), parts)
+                yield Piece(slice(None) if len(kinds) == 1 else rows, nodes, parts)
                 return
         if len(kind) > 1:
             middle = (rows.start + rows.stop) // 2
-            yield from pieces(slice(rows.start, middle), some)
-            yield from pieces(slice(middle, rows.stop), some)
+            yield from pieces(slice(rows.start, middle), nodes)
+            yield from pieces(slice(middle, rows.stop), nodes)
             return
-        alike = [some[kind[0] == each] for each in kind.unique()]
-        for part in alike if len(alike) > 1 else some.chunk(2):
-            yield from pieces(rows, part)
+        edges = edges or [(nodes.start + nodes.stop) // 2]
+        for start, stop in itertools.pairwise((nodes.start, *edges, nodes.stop)):
+            yield from pieces(rows, slice(start, stop))
 
-    return pieces(slice(0, len(visible)), torch.arange(nodes, device=mask.device))
+    return pieces(slice(0, len(kinds)), slice(0, mask.shape[2]))
 
 
-def _parts(visible: torch.Tensor, bias: torch.Tensor, order: torch.Tensor, kind: int, block: int, shared: int) -> Parts:
-    """A piece's slots, of nodes that see some places (b, n, L) with a bias (b, H or 1, n, L); none if too many."""
-    early = kind if kind >= 0 else -1 - kind
-    blocks = ((visible.cumsum(-1) - 1) // block).clamp(max=early).masked_fill(~visible, -1)
-    first, last = blocks.masked_fill(~visible, early + 1).amin((0, 1)), blocks.amax((0, 1))
-    held = [((first <= at) & (at <= last)).nonzero()[:, 0] for at in range(early + 1)]
-    whole = held[: max(kind, 0)]
-    if max(map(len, held)) > 2 * block or any(len(places) > block for places in whole):
+def _parts(mask: torch.Tensor, first: int, kind: int, block: int, shared: int) -> list[Part]:
+    """The keys of nodes with a mask (b, H or 1, n, L), whose last places are the first slots; none if too many."""
+    whole, early = max(kind, 0), kind if kind >= 0 else -1 - kind
+    visible = _seen(mask).any(1)  # (b, n, L)
+    blocks = ((visible.cumsum(-1) - 1) // block).clamp(max=early)
+    least, last = blocks.masked_fill(~visible, early + 1).amin((0, 1)), blocks.masked_fill(~visible, -1).amax((0, 1))
+    of_all = (least < whole).nonzero()[:, 0]
+    held = [((least <= at) & (at <= last)).nonzero()[:, 0] for at in range(whole, early + 1)]
+    if len(of_all) > whole * block or max(map(len, held)) > 2 * block:
         return []
-    rest = torch.stack([functional.pad(at, (0, 2 * block - len(at)), value=-1) for at in held[len(whole) :]])  # (K, k)
-    numbers = torch.arange(len(whole), early + 1, device=rest.device)[:, None]
-    inside = (blocks[..., rest] == numbers) & (rest >= 0)  # (b, n, K, k)
-    bias = bias[..., rest].masked_fill(~inside[:, None], -math.inf) * LOG2
+    places = torch.stack([functional.pad(at, (0, 2 * block - len(at)), value=-1) for at in held])  # (K, k)
+    filled = places.where(places >= 0, least.argmin())  # with a key that is seen: values of others may be no numbers
+    numbers = torch.arange(whole, early + 1, device=places.device)[:, None]
+    inside = (blocks[..., filled] == numbers) & (places >= 0)  # (b, n, K, k)
+    bias = _additive(mask[..., filled]).masked_fill(~inside[:, None], -math.inf) * LOG2
     bias = bias.unflatten(1, (-1, shared if bias.shape[1] > 1 else 1)).movedim(4, 2)
-    filled = rest.flatten()[: rest.numel() - 2 * block + len(held[-1])]
-    filled = filled.where(filled >= 0, held[-1][:1])  # a key that is seen: of others values may be no numbers
-    parts = [(_slots(order[filled]), (len(rest), 2 * block), bias)]
-    return [(_slots(order[torch.cat(whole)]), (len(whole), block), None), *parts] if whole else parts
-
-
-def _slots(slots: torch.Tensor) -> Any:
-    """A slice, if that is what they are."""
-    follow = len(slots) > 0 and bool((slots.diff() == 1).all())
-    return slice(int(slots[0]), int(slots[-1]) + 1) if follow else slots
+    of_all, late = ((at + first) % mask.shape[3] for at in (of_all, filled.flatten()))
+    parts = [Part(late, (len(places), 2 * block), bias)]
+    if whole:
+        follow = bool((of_all.diff() == 1).all())
+        slots = slice(int(of_all[0]), int(of_all[-1]) + 1) if follow else of_all
+        parts.insert(0, Part(slots, (whole, block), None))
+    return parts
 
 
 def _over_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: Parts, group: slice,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, parts: list[Part], group: slice, least: int,
     softcap: float | None, sinks: Any, precise: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
     """(b, g, r, n, e) of scaled queries (b, g, r, n, d) over slots of keys and values (b, g, L, d or e)."""
-    shape, pairs = query.shape[:4], len(query) * query.shape[1]
-    rows, scores = query.reshape(pairs, 1, -1, query.shape[-1]), []
-    for slots, blocks, bias in parts:
-        repeated = rows.expand(-1, blocks[0], -1, -1)  # (b * g, K, M, d)
-        part = torch.bmm(repeated.flatten(0, 1), _held(key, slots, blocks).mT).view(*repeated.shape[:3], blocks[1])
+    shape, scores = query.shape[:4], []
+    pairs, count = shape[0] * shape[1], shape[2] * shape[3]
+    filled = -(-max(least, count) // 4) * 4  # small products of odd M are less alike
+    rows = functional.pad(query.reshape(pairs, 1, count, -1), (0, 0, 0, filled - count))
+    for slots, (blocks, size), bias in parts:
+        keys = _held(key, slots, 0).view(-1, size, key.shape[-1])  # (b * g * K, k, d)
+        part = torch.bmm(rows.expand(-1, blocks, -1, -1).flatten(0, 1), keys.mT).view(pairs, blocks, filled, size)
         if softcap is not None:
             part = elementwise(torch.tanh, part) * (softcap * LOG2)
         if bias is not None:
-            part.view(*shape[:2], -1, *shape[2:], blocks[1]).add_(bias if bias.shape[1] == 1 else bias[:, group])
+            of_nodes = part[:, :, :count].view(*shape[:2], blocks, *shape[2:], size)
+            of_nodes.add_(bias if bias.shape[1] == 1 else bias[:, group])
         scores.append(part)
     top = functools.reduce(torch.maximum, [part.detach().amax((1, 3), keepdim=True) for part in scores])
     top = top.clamp(min=LEAST)  # (b * g, 1, M, 1)
     if sinks is not None:
-        sinks = sinks.expand(*shape).reshape(top.shape)
+        sinks = functional.pad(sinks[group].expand(shape).reshape(-1, 1, count, 1), (0, 0, 0, filled - count))
         top = top.maximum(sinks)
     sums: Any = None
-    for part, (slots, blocks, bias) in zip(scores, parts):
-        shares = elementwise(torch.exp2_, part.sub_(top)).flatten(0, 1)
+    for part, (slots, (blocks, size), bias) in zip(scores, parts):
+        shares = elementwise(torch.exp2_, part.sub_(top)).view(-1, filled, size)
+        values = _held(value, slots, 1).view(-1, size, value.shape[-1] + 1)
         kind = torch.float32 if bias is None else precise
-        products = torch.bmm(shares.to(kind), _held(value, slots, blocks, ones=1).to(kind))  # (b * g * K, M, e + 1)
-        for of_block in products.unflatten(0, (pairs, -1)).unbind(1):
+        products = torch.bmm(shares.to(kind), values.to(kind))  # (b * g * K, M, e + 1)
+        for of_block in products.view(pairs, blocks, filled, -1).unbind(1):
             sums = of_block if sums is None else sums + of_block
-    total = sums[..., -1:] if sinks is None else sums[..., -1:] + elementwise(torch.exp2, sinks - top)[:, 0]
-    return (sums[..., :-1] / total.clamp(min=torch.finfo(torch.float32).tiny)).view(*shape, -1)
+    if sinks is not None:
+        sums = sums + functional.pad(elementwise(torch.exp2, sinks - top)[:, 0], (sums.shape[-1] - 1, 0))
+    out = sums[:, :count, :-1] / sums[:, :count, -1:].clamp(min=torch.finfo(torch.float32).tiny)
+    return out.view(*shape, -1)
 
 
-def _held(stored: torch.Tensor, slots: Any, blocks: tuple[int, int], ones: int = 0) -> torch.Tensor:
-    """What lies in slots of keys or values (b, g, L, d), with ones that add shares: (b * g * K, k, d + ones)."""
+def _held(stored: torch.Tensor, slots: Any, ones: int) -> torch.Tensor:
+    """What lies in slots of keys or values (b, g, L, d), and so many ones behind each: (b, g, K * k, d + ones)."""
     some = stored[:, :, slots] if isinstance(slots, slice) else stored.index_select(2, slots)
-    (rows, groups, count, size), length = some.shape, blocks[0] * blocks[1]
-    held = torch.empty(rows, groups, length, size + ones, device=stored.device)
-    held[:, :, :count, :size] = some
-    if count < length:
-        held[:, :, count:] = 1
-    if ones:
-        held[..., size:] = 1
-    return held.view(-1, blocks[1], size + ones)
+    return (functional.pad(some, (0, ones), value=1.0) if ones else some).float().contiguous()
 
 
 AttentionInterface.register(NAME, order_free)

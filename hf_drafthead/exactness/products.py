@@ -10,6 +10,7 @@ Shapes: M rows, K features in, N out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -39,10 +40,10 @@ def batched(rows: torch.Tensor, weight: torch.Tensor, _: Any = None) -> torch.Te
 
 def agreeing(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> tuple[int, int]:
     """From how many rows (..., K) on, and up to how many, all give a row the same bits; tried once for a shape."""
-    device = weight.device.type
-    cast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    key: Any = (weight.shape, weight.is_contiguous(), weight.dtype, inputs.dtype, bias is None, run)
-    key += (torch.get_num_threads(), weight.get_device(), cast)
+    device, dtype = weight.device, inputs.dtype
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+    key = weight.shape, weight.is_contiguous(), weight.dtype, dtype, bias is None, run, device, torch.get_num_threads()
     return TRIED.get(key) or TRIED.setdefault(key, _try(inputs, weight, bias, run))
 
 
@@ -90,14 +91,15 @@ def adds_in_order(weight: torch.Tensor, count: int) -> bool:
 def product(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product = functional.linear) -> torch.Tensor:
     """`run` of inputs (..., K), a weight (N, K) and a bias (N,): (..., N)."""
     least, most = agreeing(inputs, weight, bias, run)
-    if run is functional.linear and least <= inputs.shape[:-1].numel() <= most and inputs.is_contiguous():
-        return run(inputs, weight, bias)
-    rows, outputs = inputs.reshape(-1, inputs.shape[-1]).contiguous(), []
-    for part in rows.split(most) if len(rows) > most else [rows]:
-        filled = functional.pad(part, (0, 0, 0, least - len(part))) if len(part) < least else part
-        outputs.append(run(filled, weight, bias)[: len(part)])
-    out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    return out.view(*inputs.shape[:-1], out.shape[-1])
+    *shape, features = inputs.shape
+    count, rows = math.prod(shape), inputs.reshape(-1, features)
+    if count > most:
+        out = torch.cat([product(part, weight, bias, run) for part in rows.split(most)])
+    elif count < least:
+        out = run(torch.cat([rows, rows.new_zeros(least - count, features)]), weight, bias)[:count]
+    else:
+        out = run(rows.contiguous(), weight, bias)
+    return out.view(*shape, out.shape[-1])
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -110,8 +112,9 @@ def elementwise(function: Callable[..., torch.Tensor], inputs: torch.Tensor, *ar
     one_thread = inputs.numel() <= ELEMENTS or torch.get_num_threads() == 1
     if inputs.numel() % EVEN == 0 and one_thread and inputs.is_contiguous():
         return function(inputs, *args, **kwargs)
-    filled = functional.pad(inputs.reshape(-1), (0, -inputs.numel() % EVEN)).split(ELEMENTS)
-    return torch.cat([function(part, *args, **kwargs) for part in filled])[: inputs.numel()].view(inputs.shape)
+    filled = functional.pad(inputs.reshape(-1), (0, -inputs.numel() % EVEN))
+    parts = (filled[start : start + ELEMENTS] for start in range(0, len(filled), ELEMENTS))
+    return torch.cat([function(part, *args, **kwargs) for part in parts])[: inputs.numel()].view(inputs.shape)
 
 
 class RowByRow(TorchFunctionMode):

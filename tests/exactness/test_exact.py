@@ -1,5 +1,6 @@
 """The same bits of scores, drafted or not, alone or among others; and what differs where a base is not exact."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -232,6 +233,13 @@ def test_keys_in_other_slots_and_orders_give_other_bits_in_a_fused_attention_alo
 
     compare(fused, shuffled.sort().values, False)
     compare(order_free, shuffled.sort().values, True)
+    tried = []
+    for mode in (contextlib.nullcontext(), products.RowByRow()):  # a module's, which leaves attention's as they are
+        monkeypatch.setattr(products, "TRIED", {})
+        with mode:
+            tried.append(attention._products.__wrapped__(16, 16, 96, torch.device("cpu"), torch.get_num_threads()))
+            compare(order_free, shuffled.sort().values, True)
+    assert tried[0] == tried[1]
     monkeypatch.setattr(attention, "_products", lambda *_: (4, 256, False))  # where products do not add in order
     compare(order_free, shuffled.sort().values if dtype == "float32" else shuffled, True)
 
