@@ -229,7 +229,7 @@ def test_a_conversation_that_is_full_says_so_and_goes_on(folder, run):
 
 def test_a_conversation_needs_a_template(folder, run):
     code, _, err = run("chat", folder / "medusa", given="x")
-    assert code == 2 and "has no chat template: give one with --chat-template FILE, or continue plain text" in err
+    assert code == 2 and "has no chat template: give one with --chat-template FILE, or texts to" in err
 
 
 @pytest.mark.parametrize("kind", ["bench", "verify"])

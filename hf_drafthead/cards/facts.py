@@ -38,8 +38,7 @@ class Facts:
     dtype: str
     chat_template: bool  # whether the tokenizer in the folder has one
     tree: DraftTree | None
-    tree_name: str | None
-    dynamic_tree: str | None  # dynamic or auto, where steps have trees of their own
+    draft_tree: Any  # as the generation config names it, also where steps have trees of their own
     settings: dict[str, Any]
     calibration: list[dict[str, Any]]
     training: dict[str, Any]
@@ -79,8 +78,7 @@ def read_facts(folder: Path) -> Facts:
         **size_of_heads(str(folder)),
         chat_template=_has_chat_template(folder),
         tree=tree,
-        tree_name=chosen if tree and isinstance(chosen, str) else None,
-        dynamic_tree=None if tree or chosen is None else chosen if isinstance(chosen, str) else "dynamic",
+        draft_tree=chosen,
         settings={name: value for name, value in DraftSettings.stored_in(settings).items() if name not in SHOWN_APART},
         calibration=[{**entry, **CalibrationKey.of_entry(entry)._asdict()} for entry in calibration],
         training=training,

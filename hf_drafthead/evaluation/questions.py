@@ -102,14 +102,13 @@ def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
     return chat_text(tokenizer, messages, question.where)
 
 
-def need_template(tokenizer: Any, where: str = "") -> None:
+def need_template(tokenizer: Any, where: str = "this") -> None:
     """Raise a ValueError where a tokenizer has no chat template, which the conversation at `where` needs."""
-    if tokenizer.chat_template:
-        return
-    lacking = f"the tokenizer at {tokenizer.name_or_path!r} has no chat template: give one with --chat-template FILE"
-    if where:
-        raise ValueError(f'{where} is a conversation, but {lacking}, or give texts to continue, {{"prompt": "..."}}.')
-    raise ValueError(f"{lacking}, or continue plain text, with `hf-drafthead generate` and without --system.")
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"{where} is a conversation, but the tokenizer at {tokenizer.name_or_path!r} has no chat template: give "
+            "one with --chat-template FILE, or texts to continue."
+        )
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the conversation") -> str:

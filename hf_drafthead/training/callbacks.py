@@ -38,11 +38,10 @@ class Clock(TrainerCallback):
         """Hours of the training up to now, those before it was resumed included."""
         return (self.seconds + (0.0 if self.started is None else time.monotonic() - self.started)) / 3600
 
-    def preceded_by(self, seconds: float, keep: bool = True) -> None:
+    def preceded_by(self, seconds: float) -> None:
         """Take something that preceded the training off its limit, and store it for one that is resumed."""
         self.before = seconds
-        if keep:
-            self._keep(0.0)
+        self._keep(0.0)
 
     def share(self, args: Any) -> float:
         """How much of the limit has passed, the same in all processes; 0 without one."""

@@ -68,16 +68,6 @@ def longest_text_of(model: DraftHeadPreTrainedModel) -> int:
     return getattr(model.base.config.get_text_config(), "max_position_embeddings", None) or USUAL_LENGTH
 
 
-def choose_vocabulary(model: DraftHeadPreTrainedModel, rows: Any) -> float | None:
-    """Give heads with a reduced vocabulary the most frequent tokens of the data; returns their share of all labels."""
-    size, known_tokens = model.config.draft_vocab_size, model.config.known_tokens
-    if size is None or known_tokens is None or size >= known_tokens:
-        return None
-    tokens, share = frequent_tokens(label_frequencies(rows, known_tokens), size)
-    model.drafter.choose_vocabulary(tokens.sort().values)
-    return share
-
-
 def frequent_tokens(counts: Tensor, size: int) -> tuple[Tensor, float]:
     """The tokens (size,) of the greatest counts (EAGLE-3's trainer), these first, and their share of all counts."""
     tokens = counts.sort(descending=True, stable=True).indices[:size]

@@ -29,6 +29,7 @@ from hf_drafthead.modeling.drafter import Drafter
 
 IGNORED = -100  # label without a loss, as everywhere in transformers
 RANKS = 5  # top-1 and top-5 accuracies are logged
+Batch = tuple[Mapping[str, Tensor], Reading, Tensor, Tensor]  # inputs, reading, labels (B, T), places (N,) of some
 CHUNK = 1 << 22  # most logits that exist at a time on a CPU; GPUs are slow at many small products: 32 times as many
 
 
@@ -83,7 +84,7 @@ class HeadsLoss:
         places = inputs.get("label_positions")
         places = label_positions(labels) if places is None else places.to(device)
         inputs = self.with_anchors(model, inputs)
-        batch = Batch(inputs, reading, labels, places)
+        batch = inputs, reading, labels, places
         totals = (self.totals(model, inputs) if totals is None else totals).to(device).clamp(min=1)
         # Float32 heads on a base in half precision compute in bfloat16, whose range holds any gradient.
         half = like.dtype == torch.float32 and reading.features.dtype.itemsize == 2
@@ -117,7 +118,7 @@ class HeadsLoss:
         return torch.stack([labelled(labels, 1).sum(), *counts])
 
     def _of_heads(
-        self, model: DraftHeadPreTrainedModel, batch: "Batch", scale: Tensor, count: bool
+        self, model: DraftHeadPreTrainedModel, batch: Batch, scale: Tensor, count: bool
     ) -> tuple[Tensor, Tensor]:
         """The weighted sum over heads, of which head k's losses weigh scale[k]."""
         inputs, reading, labels, places = batch
@@ -177,7 +178,7 @@ class HeadsLoss:
     def _reader(self, model: DraftHeadPreTrainedModel) -> BaseReader:
         return self.reader or BaseReader(model.base, {}, True, model.drafter.reads, model.drafter.output)
 
-    def _base_loss(self, model: DraftHeadPreTrainedModel, batch: "Batch") -> Tensor:
+    def _base_loss(self, model: DraftHeadPreTrainedModel, batch: Batch) -> Tensor:
         """Cross-entropy with the text, summed."""
         inputs, reading, labels, places = batch
         reader = self._reader(model)
@@ -218,15 +219,6 @@ class HeadsLoss:
 
     def _chunk(self, vocabulary: int, device: torch.device) -> int:
         return max((CHUNK if device.type == "cpu" else 32 * CHUNK) // vocabulary, 1)
-
-
-class Batch(NamedTuple):
-    """What the losses are of: labels (B, T), of which (N,) are at places."""
-
-    inputs: Mapping[str, Tensor]
-    reading: Reading
-    labels: Tensor
-    places: Tensor
 
 
 class Plan(NamedTuple):

@@ -122,16 +122,12 @@ def train_heads(
         raise ValueError("a number of chats (--synthesize) is for a training without data: leave one of them out.")
     # the Trainer makes its folder
     with tempfile.TemporaryDirectory() if dry_run else nullcontext(output) as place:
-        settings = _settings(family, data, Path(place), joint, load or {}, arguments)
+        load, fields = load or {}, fields or {}
+        settings = _settings(family, data, Path(place), joint, load, arguments)
         say = (tell or logger.warning) if settings.process_index == 0 else lambda line: None
-        asked: dict[str, Any] = {
-            "chats": chats,
-            "heads": heads,
-            "fields": fields or {},
-            "joint": joint,
-            "load": load or {},
-        }
-        run = _Run(str(base), family, data, settings, arguments, say, bar, resume, dry_run, **asked)
+        run = _Run(
+            str(base), family, data, settings, arguments, say, bar, resume, dry_run, chats, heads, fields, joint, load
+        )
         run.prepare()
         return Trained(run.model, {"forecast": run.expected and vars(run.expected)}) if dry_run else run.train()
 
@@ -173,9 +169,8 @@ class _Run:
         self.about: dict[str, Any] = {"family": self.family, "base": self.base, "joint": self.joint}
         if self.heads is None:
             few = (settings.recipe == "quick" and self.family != "draft-model") or self.model.config.wants_fewer_tokens
-            if few and "draft_vocab_size" not in self.fields:
-                choose_among_fewer(self.model, self.data.rows, self.say)
-            self.about["draft_vocab_coverage"] = examples.choose_vocabulary(self.model, self.data.rows)
+            few = few and "draft_vocab_size" not in self.fields
+            self.about["draft_vocab_coverage"] = choose_tokens(self.model, self.data.rows, few, self.say)
         choices = draft_vocabulary(self.model.base, self.model.drafter)
         if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
             raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
@@ -234,9 +229,8 @@ class _Run:
             raise ValueError("several processes cannot write a text: write it first with distill, and give it as data.")
         if self.dry_run:
             count = self.chats or distill.OWN_CHATS
-            self.say(
-                f"the base would write {kind} first: {count:,} rows of {distill.ASSUMED_LENGTH} tokens are assumed"
-            )
+            length = distill.ASSUMED_LENGTH
+            self.say(f"the base would write {kind} first: {count:,} rows of {length} tokens are assumed")
             return distill.rows_to_assume(model, count)
         if not self.resume:
             self._place()
@@ -244,7 +238,7 @@ class _Run:
             training, limits = model.training, (self.chats, settings.hours, settings.max_length)
             seconds = distill.write_own_text(writer, self.tokenizer, file, *limits, self.say, self.bar)
             model.train(training)
-            self.clock.preceded_by(agreed(seconds, settings), settings.process_index == 0)
+            self.clock.preceded_by(seconds)
             set_seed(settings.seed)
         if self.clock.limit is not None and self.clock.limit <= 0:
             raise ValueError(f"writing took all of the hours: give more of them, or the text as data (--data {file}).")
@@ -392,21 +386,26 @@ def _settings(
     return DraftHeadTrainingArguments.for_family(family, str(output), **{**together, **defaults, **arguments})
 
 
-def choose_among_fewer(model: DraftHeadPreTrainedModel, rows: Any, tell: Tell) -> None:
-    """Let fresh heads on a base of many tokens choose among those that cover the text."""
+def choose_tokens(model: DraftHeadPreTrainedModel, rows: Any, fewer: bool, tell: Tell) -> float | None:
+    """Let fresh heads choose among the tokens that the text holds most: as many as their config says, or with `fewer`,
+    on a base of many tokens, as cover the text; returns their share of all labels, None where they have all tokens."""
     known_tokens = model.config.known_tokens or 0
-    if known_tokens <= 2 * MOST_CHOICES:
-        return
-    counts = examples.label_frequencies(rows, known_tokens).sort(descending=True).values
-    covering = int((counts.cumsum(0) < COVERAGE * int(counts.sum())).sum()) + 1
-    size = min(max(covering, LEAST_CHOICES), MOST_CHOICES)
-    if (model.config.draft_vocab_size or known_tokens) <= size:
-        return
-    _rebuild(model, size)
-    tell(
-        f"the heads choose among the {size:,} tokens that the text holds most, of the base's {known_tokens:,} "
-        f"(draft_vocab_size={known_tokens} for all of them)."
-    )
+    size, fewer = model.config.draft_vocab_size or known_tokens, fewer and known_tokens > 2 * MOST_CHOICES
+    if size >= known_tokens and not fewer:
+        return None
+    counts = examples.label_frequencies(rows, known_tokens)
+    cumulated = counts.sort(descending=True).values.cumsum(0)
+    covering = min(max(int((cumulated < COVERAGE * cumulated[-1]).sum()) + 1, LEAST_CHOICES), MOST_CHOICES)
+    if fewer and covering < size:
+        size = covering
+        _rebuild(model, size)
+        tell(
+            f"the heads choose among the {size:,} tokens that the text holds most, of the base's {known_tokens:,} "
+            f"(draft_vocab_size={known_tokens} for all of them)."
+        )
+    tokens, share = examples.frequent_tokens(counts, size)
+    model.drafter.choose_vocabulary(tokens.sort().values)
+    return share
 
 
 def _rebuild(model: Any, draft_vocab_size: int) -> None:

@@ -11,7 +11,7 @@ from hf_drafthead.training import callbacks, run
 from hf_drafthead.training.arguments import QUICK, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, TrainingLog
 from hf_drafthead.training.forecast import Forecast
-from hf_drafthead.training.run import choose_among_fewer, remarks
+from hf_drafthead.training.run import choose_tokens, remarks
 from hf_drafthead.training.trainer import DraftHeadTrainer
 from tests.bases import tiny_base
 from tests.families import feature_size
@@ -65,12 +65,12 @@ def labelled(*tokens):
 def test_in_the_quick_recipe_heads_on_many_tokens_choose_among_those_that_cover_the_text(family, monkeypatch):
     fields, said = {"feature_layers": [0, 1]} if family.startswith(("eagle3", "peagle")) else {}, []
     rows = labelled(*(token for token in range(400) for _ in range(2)), *range(400, 404))
-    choose_among_fewer(fresh_heads(family, tiny_base(vocab_size=2000), **fields), rows, said.append)
+    choose_tokens(fresh_heads(family, tiny_base(vocab_size=2000), **fields), rows, True, said.append)
     assert not said  # 2,000 are not many
     monkeypatch.setattr(run, "MOST_CHOICES", 700)
     monkeypatch.setattr(run, "LEAST_CHOICES", 100)
     model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
-    choose_among_fewer(model, rows, said.append)
+    choose_tokens(model, rows, True, said.append)
     assert said == [
         "the heads choose among the 398 tokens that the text holds most, of the base's 2,000 "
         "(draft_vocab_size=2000 for all of them)."
@@ -79,13 +79,13 @@ def test_in_the_quick_recipe_heads_on_many_tokens_choose_among_those_that_cover_
     ids = torch.arange(3, 15)[None]
     hidden = torch.zeros(1, 12, feature_size(model.drafter, model.base.config.hidden_size), dtype=model.base.dtype)
     assert model.drafter.head_logits(0, model.drafter.head_states(hidden, ids)[0]).shape[-1] == 398
-    choose_among_fewer(model, rows, said.append)
+    choose_tokens(model, rows, True, said.append)
     assert len(said) == 1
     for least, most, chosen in ((500, 700, 500), (100, 300, 300)):  # of a short text, and of one with many tokens
         monkeypatch.setattr(run, "LEAST_CHOICES", least)
         monkeypatch.setattr(run, "MOST_CHOICES", most)
         model = fresh_heads(family, tiny_base(vocab_size=2000), **fields)
-        choose_among_fewer(model, rows, said.append)
+        choose_tokens(model, rows, True, said.append)
         assert model.config.draft_vocab_size == chosen
 
 
