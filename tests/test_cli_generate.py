@@ -204,7 +204,8 @@ def test_pieces_are_streamed_as_they_are_told_at_the_end_also_where_the_base_dec
             pieces.append((text, depth))
 
         written = sample(model, tokenizer, "yz", max_new_tokens=9, on_piece=keep, **settings)
-        assert pieces == written.pieces and written.new_tokens == 9
+        at_the_end = sample(model, tokenizer, "yz", max_new_tokens=9, **settings)
+        assert pieces == written.pieces == at_the_end.pieces and written.new_tokens == 9
         assert any(depth for _, depth in pieces) == (written.steps > 0) == (not settings)
 
 

@@ -1,7 +1,8 @@
 """A text continued piece by piece, with the depth of the guess that each piece was; a conversation of such texts."""
 
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from hf_drafthead.evaluation.calls import BASE, HEADS, decoding_methods, encode, positions_of, steps_of
-from hf_drafthead.evaluation.measurement import COPIED, guess_depths, tokens_per_step
+from hf_drafthead.evaluation.measurement import COPIED, tokens_per_step
 from hf_drafthead.evaluation.questions import chat_text, need_template
 from hf_drafthead.generation import StepRecord
 from hf_drafthead.generation.tree import DraftTree
@@ -48,11 +49,9 @@ def sample(
     without heads. `on_piece` is called with every piece as soon as its step is committed; only then are copies told
     from guesses."""
     inputs = encode(model, tokenizer, [prompt], special_tokens=special_tokens)
-    copied: list[int] = []
+    pieces = Pieces(tokenizer, on_piece)
     if on_piece is not None:
-        streamer = PieceStreamer(tokenizer, on_piece)
-        copied = streamer.copied
-        settings |= {"streamer": streamer, **({} if alone else {"on_step": streamer.note})}
+        settings |= {"streamer": pieces, **({} if alone else {"on_step": pieces.note})}
     wait(model.base.device)
     start = time.perf_counter()
     out: Any = decoding_methods(model, tokenizer, tree=tree)[BASE if alone else HEADS](inputs, settings)
@@ -60,80 +59,67 @@ def sample(
     seconds = time.perf_counter() - start
     accepted = steps_of(out)
     tokens = getattr(out, "sequences", out)[0, inputs["input_ids"].shape[1] :].tolist()
-    depths = guess_depths(accepted[0], copied)
-    depths += [0] * (len(tokens) - len(depths))
-    spelling = Spelling(tokenizer)
-    pieces = [(spelling.add(token), depth) for token, depth in zip(tokens, depths, strict=False)]
-    pieces = [(text, depth) for text, depth in [*pieces, (spelling.rest(), 0)] if text]
+    if on_piece is None:
+        rest = iter(tokens)
+        for length in [1, *accepted[0].tolist(), *[1] * len(tokens)]:
+            pieces.add([*itertools.islice(rest, length)])
+        pieces.end()
+    text = "".join(piece for piece, _ in pieces.all)
     figures = (tokens, len(tokens), int((accepted > 0).sum()), tokens_per_step([accepted]), seconds)
-    return Sample(model.name_or_path, prompt, "".join(text for text, _ in pieces), pieces, *figures)
+    return Sample(model.name_or_path, prompt, text, pieces.all, *figures)
 
 
-class Spelling:
-    """Converts tokens to text one at a time, holding back those that end inside a character."""
+class Pieces(BaseStreamer):
+    """The pieces of a new text with their depths, none of which ends inside a character. A streamer has each as soon as
+    its step is committed, which `generate` says through `on_step`; where the base decodes by itself, every token when
+    the next one comes."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object] | None = None):
+        self.all: list[Piece] = []
+        self._tokenizer, self._on_piece = tokenizer, on_piece
         self._tokens: list[int] = []
-        self._length = 0
+        self._length = 0  # of the text that is in pieces
+        self._prompt_seen = self._drafting = False
+        self._waiting: list[int] = []  # of the step that is not committed yet
 
-    def add(self, token: int) -> str:
-        """The text that this token completes; empty while a character is unfinished."""
-        self._tokens.append(token)
-        text = self._text()
-        return "" if text.endswith("\N{REPLACEMENT CHARACTER}") else self._new_text(text)
+    def add(self, tokens: Sequence[int], copies: int = 0) -> None:
+        """The tokens of a step, of which the last is the base's own, and so many copied."""
+        for place, token in enumerate(tokens, start=1):
+            self._tokens.append(token)
+            if not (text := self._text()).endswith("\N{REPLACEMENT CHARACTER}"):
+                self._take(text, COPIED if place <= copies else place % len(tokens))
 
-    def rest(self) -> str:
-        """What was held back, at the end."""
-        return self._new_text(self._text())
+    def put(self, value: torch.Tensor) -> None:
+        """The prompt on the first call, then one token per call."""
+        if self._prompt_seen:
+            if not self._drafting:
+                self._commit()
+            self._waiting.append(int(value))
+        self._prompt_seen = True
+
+    def note(self, record: StepRecord) -> None:
+        """A step is committed."""
+        self._drafting = True
+        self._commit(record.copied()[0] if record.step and record.copied else 0)
+
+    def end(self) -> None:
+        """The last tokens, and what was held back."""
+        self._commit()
+        self._take(self._text(), 0)
+
+    def _commit(self, copies: int = 0) -> None:
+        self.add(self._waiting, copies)
+        self._waiting = []
 
     def _text(self) -> str:
         return self._tokenizer.decode(self._tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _new_text(self, text: str) -> str:
+    def _take(self, text: str, depth: int) -> None:
         new, self._length = text[self._length :], len(text)
-        return new
-
-
-class PieceStreamer(BaseStreamer):
-    """Passes on every piece of the new text with its depth, as soon as its step is committed, which `generate` says
-    through `on_step`. Where the base decodes by itself, every token is passed on when the next one comes."""
-
-    def __init__(self, tokenizer: Any, on_piece: Callable[[str, int], object]):
-        self._spelling = Spelling(tokenizer)
-        self._on_piece = on_piece
-        self.copied: list[int] = []  # accepted copies of each step
-        self._prompt_seen = self._drafting = False
-        self._tokens: list[int] = []  # of the step that is not committed yet
-
-    def put(self, value: torch.Tensor) -> None:
-        """The prompt on the first call, then one token per call."""
-        if self._prompt_seen and not self._drafting:
-            self._pass_on()
-        if self._prompt_seen:
-            self._tokens.append(int(value))
-        self._prompt_seen = True
-
-    def note(self, record: StepRecord) -> None:
-        """A step is committed: its guesses, and last the base's own token."""
-        self._drafting = True
-        if record.step:
-            self.copied.append(record.copied()[0] if record.copied else 0)
-        self._pass_on()
-
-    def end(self) -> None:
-        """The last tokens, and the held-back rest of the text."""
-        self._pass_on()
-        if text := self._spelling.rest():
-            self._on_piece(text, 0)
-
-    def _pass_on(self) -> None:
-        copies = self.copied[-1] if self.copied else 0
-        for place, token in enumerate(self._tokens, start=1):
-            if text := self._spelling.add(token):
-                # the last one is the base's own, of depth 0
-                self._on_piece(text, COPIED if place <= copies else place % len(self._tokens))
-        self._tokens = []
+        if new:
+            self.all.append((new, depth))
+            if self._on_piece is not None:
+                self._on_piece(new, depth)
 
 
 class Conversation:

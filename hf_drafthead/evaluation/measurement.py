@@ -3,7 +3,6 @@
 Shapes: B rows, S steps, M positions, K heads.
 """
 
-import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -228,16 +227,3 @@ def tokens_per_step(accepted_lengths: Iterable[torch.Tensor]) -> float | None:
         emitted += int(lengths.sum())
         steps += int((lengths > 0).sum())
     return emitted / steps if steps else None
-
-
-def guess_depths(accepted_lengths: torch.Tensor, copied: Sequence[int] = ()) -> list[int]:
-    """For each new token of one row, of which (S,) were accepted and so many of these copied in each step: the depth of
-    the guess that it was, 0 for the base's own, COPIED for a copy. The last token of every step is the base's.
-
-    >>> guess_depths(torch.tensor([3, 1, 2, 0]), copied=[0, 0, 1])
-    [0, 1, 2, 0, 0, -1, 0]
-    """
-    depths, lengths = [0], accepted_lengths.tolist()
-    for length, copies in itertools.zip_longest(lengths, copied[: len(lengths)], fillvalue=0):
-        depths += [*[COPIED] * copies, *range(copies + 1, length), 0] if length else []
-    return depths

@@ -4,6 +4,7 @@ batches, up to an end of text, and with the user's settings.
 Shapes: B rows, P prompt positions.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from rich.table import Table
 from hf_drafthead.bases.generators import generator_of
 from hf_drafthead.cards.facts import FULL_PRECISION, counts_in_words
 from hf_drafthead.evaluation.calls import as_tokens, drafted, new_rows, steps_of
-from hf_drafthead.evaluation.measurement import guess_depths, identity
+from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted
 from hf_drafthead.exactness import is_exact
@@ -284,7 +285,8 @@ def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: 
     answers = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     chosen = set()
     for answer, accepted in zip(answers, steps_of(output)):
-        inside = [at for at, (_, depth) in enumerate(zip(answer, guess_depths(accepted))) if depth]
+        ends = set(itertools.accumulate([0, *accepted.tolist()]))  # where a step ends with the base's own token
+        inside = [at for at in range(min(len(answer), max(ends))) if at not in ends]
         first_seen = [at for at in inside if answer[at] not in answer[:at]]
         chosen.add(answer[(first_seen or inside or [len(answer) // 2])[-1]])
     return sorted(chosen)

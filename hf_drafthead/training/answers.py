@@ -219,10 +219,11 @@ class Writer:
         """What the random numbers of the next thing to write depend on."""
         return f"{self.sampling.seed}/{task.index}/{'question' * task.asks}{task.answers}"
 
-    def take_question(self, task: Task, words: str, reason: str | None) -> None:
-        """Put a question into the task, or end the task before it where there is a reason to drop it."""
+    def take_question(self, task: Task, words: str, ended: bool, controls: bool) -> None:
+        """Put a question into the task, or end the task before it where it was cut, has control tokens or is none."""
         self.report.questions += 1
-        reason = reason or why_no_question(words)
+        words = words if task.plain else words.strip()
+        reason = CONTROL if controls else why_no_question(words) if ended else CUT
         if not task.messages and reason is None:
             reason = DUPLICATE if same_words(words) in self.asked else None
             self.asked.add(same_words(words))
@@ -351,8 +352,7 @@ class Answerer(Writer):
             words, ended = words.rstrip("\N{REPLACEMENT CHARACTER}"), True
         elif not self.ends_with_token and self.question_end in words:
             words, ended = words.partition(self.question_end)[0], True
-        reason = CONTROL if self._control & set(within) else None if ended else CUT
-        self.take_question(task, words if task.plain else words.strip(), reason)
+        self.take_question(task, words, ended, controls=bool(self._control & set(within)))
 
     def fitted(self, chat: Chat) -> Chat:
         return (self.chats or ChatEncoder(self.tokenizer)).fit(chat)  # which says that there is no template

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from hf_drafthead.data.rows import THOUGHTS, calls_of
-from hf_drafthead.training.answers import CONTROL, CUT, Answer, Sampling, Task, Writer
+from hf_drafthead.training.answers import Answer, Sampling, Task, Writer
 from hf_drafthead.training.templates import frame
 
 RESUMES = "the same command resumes."
@@ -128,8 +128,7 @@ class ServerWriter(Writer):
         how: dict[str, Any] = {"prompt": prompt, "stop": [self.question_end]}
         written, ended, _ = await self._asked("/completions", task, self.sampling.question_tokens, **how)
         special = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        reason = CONTROL if any(token in written["content"] for token in special) else None if ended else CUT
-        self.take_question(task, written["content"].strip(), reason)
+        self.take_question(task, written["content"], ended, any(token in written["content"] for token in special))
 
     async def _answer(self, task: Task) -> None:
         if task.given is not None:
