@@ -105,7 +105,7 @@ def main() -> None:
     manager = model.init_continuous_batching(slots=8, draft_tree={"dynamic": {"nodes": 16}})
     learner = None if asked.still else manager.learn(share=asked.share)
     manager.start()
-    metrics, before, begun, differ = manager.figures, (0, 0, 0), time.perf_counter(), 0
+    metrics, before, begun, differ = manager._figures, (0, 0, 0), time.perf_counter(), 0
     for first in range(0, len(requests), AT_ONCE):
         some = requests[first : first + AT_ONCE]
         hows = [

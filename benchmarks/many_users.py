@@ -138,12 +138,12 @@ def first_token(model: Any, asked: Asked, slots: int) -> dict[str, Any]:
     manager = model.init_continuous_batching(slots=slots)
     manager.start()
     others = [manager.add_request(prompt, max_new_tokens=1000, eos_token_id=-1) for prompt, _ in asked[: slots - 1]]
-    while manager.figures.began < len(others):
+    while manager._figures.began < len(others):
         time.sleep(0.01)
-    before = manager.figures.steps
+    before = manager._figures.steps
     name = manager.add_request(asked[-1][0], max_new_tokens=20, eos_token_id=-1, streaming=True)
     manager.get_result(name)
-    steps = manager.figures.steps - before
+    steps = manager._figures.steps - before
     for other in others:
         manager.cancel_request(other)
     manager.stop()

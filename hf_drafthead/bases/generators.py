@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
+from typing import Any
 
 import torch
 
 from hf_drafthead.bases.errors import Unsupported
 
 GENERATORS = threading.RLock()  # of all calls: where the process's generators stand is looked at and changed together
+LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()  # others, which nobody holds in a process that is forked
+
+
+def new_lock() -> Any:
+    """A lock that is free in a process that is forked, which has none of the threads that would release it."""
+    LOCKS.add(lock := threading.Lock())
+    return lock
 
 
 def generator_of(device: torch.device) -> torch.Generator:

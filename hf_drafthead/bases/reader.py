@@ -174,8 +174,7 @@ class BaseReader:
         if self.mixers:
             self._read_on(tokens, cache, start, position_shift, visible)
             return
-        cache.append()
-        cache.extent, stop = start, start + tokens.shape[1]
+        cache.placed, cache.extent, stop = None, start, start + tokens.shape[1]  # what is read is appended
         positions = torch.arange(start, stop, device=tokens.device) + position_shift
         mask = None if visible is None else padded(visible, stop)
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
@@ -215,7 +214,7 @@ class BaseReader:
         are written before the past. A root alone behind rows of one length is a plain step of the base.
         """
         if tokens.shape[1] == 1 and cache.even and (cache.rows == 1 or not self.mixers):  # rows that ended stand still
-            cache.append()
+            cache.placed = None
             mask: Any = None if visible is None else padded(visible, cache.extent + 1)
         else:
             cache.place(tokens.shape[1])

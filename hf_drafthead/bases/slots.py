@@ -108,10 +108,6 @@ class SlotCache(Cache):
             return False
         return self.lengths.tolist() == [self.extent] * self.rows
 
-    def append(self) -> None:
-        """The next forward writes past positions from `extent` on, the same for all rows."""
-        self.placed = None
-
     def count(self, length: int) -> None:
         """Count the positions that a forward has just appended as past, in all rows."""
         self.extent += length

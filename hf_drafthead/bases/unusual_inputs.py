@@ -72,7 +72,7 @@ def _try_steps(
     text = torch.cat([prompt.input_ids, tokens], dim=1)
     first, behind_root = next_inputs(base, text[:, :-2], outputs, inputs, 1)
     before = cache.states()
-    cache.append()
+    cache.placed = None
     root = base(**first, return_dict=True)
     cache.count(1)
     behind = cache.states()
@@ -89,7 +89,7 @@ def _try_steps(
     topology = Topology.of_numbers((0, 0, 0), lengths.device)
     positions = lengths[:, None] + topology.depths + prompt.position_shift
     logits, _ = steps.nodes(tokens, topology, cache, positions, prompt.visible)
-    cache.append()
+    cache.placed = None
     return steps, off_by(base, logits, torch.stack(plain, dim=1))
 
 

@@ -76,12 +76,10 @@ def generate_batch(
     if not inputs:
         return {}
     several = config_value("num_return_sequences", settings, generation_config, model.generation_config) or 1
-    hints = SimpleNamespace(num_requests=len(inputs) * several)
-    how: dict[str, Any] = {"warmup": warmup, "workload_hints": hints, "slots": slots, "draft_tree": draft_tree}
+    how: dict[str, Any] = {"continuous_batching_config": continuous_batching_config, "slots": slots}
+    how |= {"workload_hints": SimpleNamespace(num_requests=len(inputs) * several), "draft_tree": draft_tree}
     results: dict[str, GenerationOutput] = {}
-    with running_manager(
-        model, generation_config, continuous_batching_config=continuous_batching_config, **how
-    ) as manager:
+    with running_manager(model, generation_config, warmup=warmup, **how) as manager:
         settings |= {"num_return_sequences": several, "record_timestamps": record_timestamps}
         for name in logging.tqdm(manager.add_requests(inputs, **settings), disable=not progress_bar, unit="request"):
             for each in (*(f"{name}__child#{child}" for child in range(several - 1)), name):

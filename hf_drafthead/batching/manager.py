@@ -21,8 +21,8 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.bases.releases import table_of_positions
-from hf_drafthead.batching.requests import OBJECTS, Request, config_value
-from hf_drafthead.batching.scheduler import Scheduler, device_of
+from hf_drafthead.batching.requests import OBJECTS, Request, config_value, device_of
+from hf_drafthead.batching.scheduler import Scheduler
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
@@ -86,11 +86,11 @@ class Manager(Scheduler):
         tokenizer: Any = None,
         longest_pause: float = 4.0,
     ):
-        self.generation_config, self.config, self.tokenizer = generation_config, continuous_batching_config, tokenizer
-        asked = _count("slots", slots, getattr(self.config, "max_requests_per_batch", None), 1)
+        self.generation_config, self._config, self._tokenizer = generation_config, continuous_batching_config, tokenizer
+        asked = _count("slots", slots, getattr(self._config, "max_requests_per_batch", None), 1)
         wanted = getattr(workload_hints, "num_requests", None)
-        most_waiting = _count("max_queue_size", max_queue_size, getattr(self.config, "max_queue_size", None), 0)
-        seed = getattr(self.config, "seed", None)
+        most_waiting = _count("max_queue_size", max_queue_size, getattr(self._config, "max_queue_size", None), 0)
+        seed = getattr(self._config, "seed", None)
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         looks_up = lookup_answers or lookup_texts is not None
         texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0) if looks_up else None
@@ -153,9 +153,11 @@ class Manager(Scheduler):
             seed = config_value("seed", {"seed": seed}, request.settings.get("generation_config"))
             if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):
                 raise ValueError(f"seed is {seed!r}: expected a whole number, of 64 bits.")
-            return self.put(request, request_id, lambda: self._give_noise(request, seed))
+            return self._put(request, request_id, lambda: self._give_noise(request, seed))
         except BaseException:
-            self.refuse(request_id)
+            with self._changed:
+                if request_id is not None and request_id not in self._known:  # else it is that of another request
+                    self._handlers.pop(request_id, None)
             raise
 
     def _request(self, prompt: list[int], settings: dict[str, Any]) -> Request:
@@ -168,10 +170,10 @@ class Manager(Scheduler):
             # that of transformers' server turns the cache off
             settings = {"generation_config": config, "use_cache": True, **settings}
         settings["num_return_sequences"] = 1
-        settings.setdefault("tokenizer", self.tokenizer)
+        settings.setdefault("tokenizer", self._tokenizer)
         if shared := {name for name in SHARED if settings.get(name) is not None}:
             raise ValueError(f"{', '.join(sorted(shared))}: steps are shared, give it to init_continuous_batching.")
-        return Request("", prompt, settings, keeps_logprobs=bool(getattr(self.config, "return_logprobs", False)))
+        return Request("", prompt, settings, keeps_logprobs=bool(getattr(self._config, "return_logprobs", False)))
 
     def _give_noise(self, request: Request, seed: int | None) -> None:
         """Let a request draw from where its own call would; where it has no seed that moves a generator."""
@@ -219,18 +221,16 @@ class Manager(Scheduler):
         A thread that finishes what it has, after `stop(block=False)`, goes on instead of ending, and so does whoever
         waits for its end.
         """
-        changed = self.changed
-        with changed:
+        with self._changed:
             if self._stopping == "cancel" and self._thread is threading.current_thread():
                 raise RuntimeError(ENDING)
             # until it has ended, which is no longer than a step
-            changed.wait_for(lambda: not (self.is_running() and self._stopping == "cancel"))
-            self._stopping = self.background_thread_status.fatal_error = self.closed = None
-            changed.notify_all()
+            self._changed.wait_for(lambda: not (self.is_running() and self._stopping == "cancel"))
+            self._stopping = self.background_thread_status.fatal_error = self._closed = None
+            self._changed.notify_all()
             if not self.is_running():
-                inference = torch.is_inference_mode_enabled()
-                how: dict[str, Any] = {"name": "hf_drafthead batch", "daemon": True}
-                self._thread = threading.Thread(target=self._run, args=(inference,), **how)
+                inference = (torch.is_inference_mode_enabled(),)
+                self._thread = threading.Thread(None, self._run, "hf_drafthead batch", inference, daemon=True)
                 self._thread.start()
                 atexit.register(self._end_with_process)
 
@@ -241,10 +241,10 @@ class Manager(Scheduler):
         """
         if self._pausing == threading.get_ident():
             raise RuntimeError("a manager cannot be stopped by a thread that pauses it: leave `pause` first.")
-        with self.changed:
+        with self._changed:
             self._stopping = "cancel" if hard_stop else self._stopping or "drain"
-            self.closed = self.closed or STOPPED
-            self.changed.notify_all()
+            self._closed = self._closed or STOPPED
+            self._changed.notify_all()
         if block:
             self.join(timeout)
 
@@ -252,31 +252,31 @@ class Manager(Scheduler):
         """Wait for the end of a thread that was told to stop, `timeout` seconds at most, or until it is to go on."""
         if self._thread is threading.current_thread():
             return
-        with self.changed:
-            ended = self.changed.wait_for(lambda: not (self.is_running() and self._stopping), timeout)
+        with self._changed:
+            ended = self._changed.wait_for(lambda: not (self.is_running() and self._stopping), timeout)
         if not ended:
             logger.warning(f"The thread that decodes has not ended within {timeout} s.")
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Between two steps nothing is decoded meanwhile, so that weights can be changed; requests go on afterwards."""
-        self.refuse_own_thread("pause()")
-        with self.changed:
+        self._refuse_own_thread("pause()")
+        with self._changed:
             if not self.is_running():
                 raise RuntimeError("the manager does not run: there is nothing to pause.")
             self._pauses += 1
         try:
             with self._stepping:
                 before, self._pausing = self._pausing, threading.get_ident()
-                self.epoch += 1
+                self._epoch += 1
                 try:
                     yield
                 finally:
                     self._pausing = before
         finally:
-            with self.changed:
+            with self._changed:
                 self._pauses = max(self._pauses - 1, 0)  # 0 behind a fork
-                self.changed.notify_all()
+                self._changed.notify_all()
 
     def learn(self, **settings: Any) -> Any:
         """Let the heads learn from what they serve, from now on, while nobody waits and in a share of the other time.
@@ -294,17 +294,20 @@ class Manager(Scheduler):
             ValueError: these heads cannot learn here, in one line; requests go on.
         """
         learner = _learning().Learner(self.model, **settings)
-        with self.changed:
+        with self._changed:
             self.learner = learner
-            self.changed.notify_all()
+            self._changed.notify_all()
         return learner
 
     # ---- the thread
 
     def _forget_thread(self) -> None:
-        """In a process that was forked, which has none of the threads: requests are refused until `start`."""
+        """In a process that was forked, which has none of the threads: nobody serves here what was asked there, locks
+        may be held for ever, and requests are refused until `start`."""
         if self._thread is not None:
-            self.forget(FORKED)
+            self._changed, self._closed, self._thread, self._batch = threading.Condition(), FORKED, None, None
+            for those in (self._waiting, self._known, self._results, self._handlers, self._aside):
+                those.clear()
             self._pauses, self._pausing, self._stepping = 0, None, threading.RLock()
 
     def _end_with_process(self) -> None:
@@ -319,33 +322,33 @@ class Manager(Scheduler):
             with torch.inference_mode(inference):
                 while self._wait():
                     with self._stepping:
-                        self.advance()
+                        self._advance()
         except BaseException as fatal:
             error, died = fatal, f"the thread that decodes has died of {type(fatal).__name__}: {fatal}"
-            self._stopping, self.background_thread_status.fatal_error, self.closed = "cancel", fatal, died
+            self._stopping, self.background_thread_status.fatal_error, self._closed = "cancel", fatal, died
             logger.error(died[0].upper() + died[1:])
         try:
             with torch.inference_mode(inference):
-                self.fail_all(error)
+                self._fail_all(error)
         finally:
             atexit.unregister(self._end_with_process)
-            with self.changed:
-                self._stopping, self.closed = "cancel", self.closed or STOPPED
+            with self._changed:
+                self._stopping, self._closed = "cancel", self._closed or STOPPED
                 self._thread = None
-                self.changed.notify_all()
+                self._changed.notify_all()
 
     def _wait(self) -> bool:
         """Until there is something to do; False where that is to end."""
-        with self.changed:
+        with self._changed:
             while True:
-                if self._stopping == "cancel" or (self._stopping and not self.has_work):
+                if self._stopping == "cancel" or (self._stopping and not self._has_work):
                     self._stopping = "cancel"
                     return False
                 learner = self.learner
-                busy = self.has_work or (learner is not None and learner.wants)
+                busy = self._has_work or (learner is not None and learner.wants)
                 if busy and not self._pauses:
                     return True
-                self.changed.wait()
+                self._changed.wait()
 
 
 def _learning() -> Any:
@@ -356,10 +359,7 @@ def _learning() -> Any:
 
 
 def _checked(input_ids: Any, base: Any) -> list[int]:
-    """A prompt as a list of token ids that the base reads, else ValueError.
-
-    On a GPU a token that is not there would end all that runs, and the process's use of it.
-    """
+    """A prompt as a list of token ids that the base reads, else ValueError: on a GPU others would end all that runs."""
     if isinstance(input_ids, torch.Tensor):
         if input_ids.dim() == 2 and len(input_ids) == 1:
             input_ids = input_ids[0]

@@ -13,9 +13,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.releases import CACHE, GenerationOutput, RequestStatus, with_cache
-from hf_drafthead.generation.entry import Asked, BesideOthers, begin
+from hf_drafthead.generation.entry import Asked, begin
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
-from hf_drafthead.generation.settings import DraftPlan, DraftSettings
 from hf_drafthead.generation.state import Member
 
 SHARE = 0.05  # of the newest request in the mean time to the first token
@@ -31,7 +30,8 @@ class Request:
     settings: arguments of the model's `generate`, `generation_config` among them; number: in the order in which they
     came; samples: whether its tokens are drawn; random: its numbers, where it or objects of the user's draw; streaming:
     give a result after every step; record_timestamps, keeps_logprobs: note when each token came, and its log
-    probability after the processors; learn: whether heads may learn from its text, None where it was not said.
+    probability after the processors; learn: whether heads may learn from its text, None where it was not said; member:
+    of a batch, from its first token to its end.
     """
 
     request_id: str
@@ -50,6 +50,7 @@ class Request:
     times: list[float] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    member: Member | None = None
     error: str | None = None
     cancelled: bool = False
     created: float = field(default_factory=time.perf_counter)
@@ -84,29 +85,31 @@ class Request:
             self.times += [time.perf_counter()] * len(tokens)
 
 
-def arguments_of(request: Request, device: torch.device) -> tuple[torch.Tensor, dict[str, Any], Any]:
-    """What `generate` is given for a request: the prompt (1, P); its settings; the streamer.
+def device_of(model: Any) -> torch.device:
+    """Where prompts are put."""
+    device: torch.device = model.base.device
+    return torch.device("cpu") if device.type == "meta" else device
 
-    A mask of ones says that the prompt holds no padding: without one transformers takes pad tokens for that, and some
-    chat templates end every turn with one.
-    """
-    tokens = torch.tensor([request.prompt], device=device)
+
+def arguments_of(model: Any, request: Request) -> tuple[torch.Tensor, dict[str, Any], Any]:
+    """What `generate` is given for a request: the prompt (1, P); its settings; the streamer. A mask of ones says that
+    nothing is padding, for which transformers takes pad tokens without one: some chat templates end turns with them."""
+    tokens = torch.tensor([request.prompt], device=device_of(model))
     settings = {"attention_mask": torch.ones_like(tokens), **request.settings}
     if request.keeps_logprobs:
         settings |= {"output_scores": True, "return_dict_in_generate": True}
     return tokens, settings, settings.pop("streamer", None)
 
 
-def begin_request(model: Any, request: Request, plan: DraftPlan, device: torch.device, others: BesideOthers) -> Member:
-    """Prefill a request, which chooses its first token; Unsupported where it cannot share a batch."""
-    tokens, settings, streamer = arguments_of(request, device)
+def begin_request(model: Any, request: Request, **how: Any) -> Member:
+    """Prefill a request, which chooses its first token; Unsupported where it cannot share a batch. How: see `Asked`."""
+    tokens, settings, streamer = arguments_of(model, request)
     if settings.pop("custom_generate", None) is not None:
         raise Unsupported("custom_generate is given")
-    config, settings = model._merged_config(settings.pop("generation_config", None), with_cache(CACHE, settings))
-    drafting = DraftSettings.from_config(config)
-    config.__dict__.pop("calibration", None)
-    random = request.random or NOTHING_DRAWN
-    asked = Asked(plan=plan, settings=drafting, streamer=streamer, random=random, others=others)
+    config, drafting, settings = model._merged_config(
+        settings.pop("generation_config", None), with_cache(CACHE, settings)
+    )
+    asked = Asked(settings=drafting, streamer=streamer, random=request.random or NOTHING_DRAWN, **how)
     member: Member = begin(model, tokens, config.without("prompt_lookup_num_tokens"), asked, **settings)
     assert member.state is not None
     member.request = request
@@ -130,9 +133,9 @@ class Follows(StoppingCriteria):
         return torch.full((len(input_ids),), request.cancelled, device=input_ids.device)
 
 
-def decode_by_itself(model: Any, request: Request, device: torch.device, deliver: Callable[[Request], None]) -> None:
+def decode_by_itself(model: Any, request: Request, deliver: Callable[[Request], None]) -> None:
     """Decode a request that cannot share a batch, as those with beams or an assistant, by a call of its own."""
-    tokens, settings, streamer = arguments_of(request, device)
+    tokens, settings, streamer = arguments_of(model, request)
     follows = Follows(request, deliver)
     settings["stopping_criteria"] = StoppingCriteriaList([*(settings.get("stopping_criteria") or []), follows])
     with request.random.lent(at_once=request.samples) if request.random else contextlib.nullcontext():

@@ -8,16 +8,14 @@ from collections import deque
 from concurrent.futures import CancelledError
 from typing import Any
 
-import torch
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import DoesNotFit, Unsupported, out_of_memory
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.releases import RequestStatus
-from hf_drafthead.batching.requests import Metrics, Request, begin_request, decode_by_itself
+from hf_drafthead.batching.requests import Metrics, Request, begin_request, decode_by_itself, device_of
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.batch import with_room
-from hf_drafthead.generation.entry import BesideOthers
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.rows import SharedBatch, refuse_training
 from hf_drafthead.generation.state import Member
@@ -28,82 +26,72 @@ logger = logging.get_logger(__name__)
 
 WARM_STEPS = 4  # with a tree; a step is recorded when it is taken for the second time
 LEAST_PIECE = 128  # tokens of a prompt that are read at once
-LOGGED_EVERY = 1000  # steps between two lines of metrics
 
 
 class Scheduler(RequestTracker):
     """Lets requests join a batch, takes its steps, and ends requests.
 
-    plans: how steps draft; longest_pause: see `Manager`; answers: where texts are put that were answered, to be copied
-    from, None for nowhere; slots: as planned, fewer once memory was short; batch: of those that run, None before the
-    first; aside: those that had to leave the batch, and join it again before others.
+    _plans: how steps draft; _longest_pause: see `Manager`; _answers: where texts are put that were answered, to be
+    copied from, None for nowhere; slots: as planned, fewer once memory was short; _batch: of those that run, None
+    before the first; _aside: those that join it before others, for they were begun or had to leave it.
     """
 
     def __init__(
         self, model: Any, plans: Plans, most_waiting: int, longest_pause: float, answers: TextIndex | None = None
     ):
         super().__init__(most_waiting)
-        self.model, self.plans, self.answers = model, plans, answers
-        self.slots, self.longest_pause = plans.slots, longest_pause
-        self.figures = Metrics()
-        self.batch: SharedBatch | None = None
-        self.aside: deque[Member] = deque()
-        self.epoch = 0  # how often the base may have been changed while requests ran
+        self.model, self._plans, self._answers = model, plans, answers
+        self.slots, self._longest_pause = plans.slots, longest_pause
+        self._figures = Metrics()
+        self._batch: SharedBatch | None = None
+        self._aside: deque[Member] = deque()
+        self._epoch = 0  # how often the base may have been changed while requests ran
         self.learner: Any = None  # see `Manager.learn`
 
-    def forget(self, closed: str) -> None:
-        """Have nobody's requests: the thread that decoded them is in another process."""
-        super().forget(closed)
-        self.batch = None
-        self.aside.clear()
-
     @property
-    def has_work(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether anybody waits or runs."""
-        return bool(self.waiting or self.aside or (self.batch and self.batch.running))
+        return bool(self._waiting or self._aside or (self._batch and self._batch.running))
 
-    def advance(self) -> None:
-        """End what was cancelled, let others join, and take a step.
-
-        Whatever raises in what all requests share, such as a hook of the base, ends those that run, or where nobody
-        does the one whose turn it is. Others go on.
-        """
+    def _advance(self) -> None:
+        """End what was cancelled, let others join, and take a step. What raises in what all share, such as a hook of
+        the base, ends those that run, or where nobody does the one whose turn it is; others go on."""
         began = time.perf_counter()
         try:
-            if self.cancelling:
+            if self._cancelling:
                 self._end_cancelled()
             self._fill()
-            if self.batch is not None:
-                self._step(self.batch)
+            if self._batch is not None:
+                self._step(self._batch)
         except BaseException as error:
             self._recover(error)
         if self.learner is not None:
-            self.learner.between(time.perf_counter() - began, idle=not self.has_work)
+            self.learner.between(time.perf_counter() - began, idle=not self._has_work)
 
-    def fail_all(self, error: BaseException) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         """End all requests that are left; there are none where the queue was drained."""
-        self.aside.clear()
-        if self.batch is not None:
-            self.batch.close()
-        with self.changed:
-            self.waiting.clear()
-            left = [*self.known.values()]
+        self._aside.clear()
+        if self._batch is not None:
+            self._batch.close()
+        with self._changed:
+            self._waiting.clear()
+            left = [*self._known.values()]
         for request in left:
             self._end(request, error)
 
-    def prepared(self) -> SharedBatch | None:
+    def _prepared(self) -> SharedBatch | None:
         """The batch, begun anew where the base or the heads have changed and nobody runs; None where nothing drafts."""
-        batch = self.batch
-        if batch is not None and (batch.running or self.aside):
+        batch = self._batch
+        if batch is not None and (batch.running or self._aside):
             return batch
         try:
             reader = self.model._base_reader()
             if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
-                self.plans.renew(reader)
-                self.batch = SharedBatch(self.model, reader, self.plans, self.slots)
+                self._plans.renew(reader)
+                self._batch = SharedBatch(self.model, reader, self._plans, self.slots)
         except Unsupported:
-            self.batch = None
-        return self.batch
+            self._batch = None
+        return self._batch
 
     @with_room
     def warmup(self) -> None:
@@ -114,13 +102,13 @@ class Scheduler(RequestTracker):
         """
         if self.is_running():
             raise RuntimeError("the manager runs already: warm it up before start().")
-        batch = self.prepared()
+        batch = self._prepared()
         if batch is None:
             return
-        plan, device = self.plans.largest, device_of(self.model)
-        if self.plans.execution.name == "eager" or batch.running:
+        plan = self._plans.largest
+        if self._plans.execution.name == "eager" or batch.running:
             return
-        alone = plan.sizes or (copies_alone(plan.tree) and device.type == "cpu")
+        alone = plan.sizes or (copies_alone(plan.tree) and device_of(self.model).type == "cpu")
         trees = [plan.tree, ROOT_ALONE] if alone else [plan.tree]
         steps = [tree for tree in trees for _ in range(WARM_STEPS)]
         vocabulary = self.model.base.config.get_text_config(decoder=True).vocab_size
@@ -131,7 +119,7 @@ class Scheduler(RequestTracker):
         }
         request = Request("", probe_tokens(self.model.base)[:2].tolist(), settings)
         try:
-            batch.join(begin_request(self.model, request, plan, device, BesideOthers(batch.reader)))
+            batch.join(begin_request(self.model, request, plan=plan, joins=batch.reader))
             for tree in steps:
                 if batch.state is not None and not batch.running[0].has_ended(batch.state):
                     batch.step(tree)
@@ -143,13 +131,17 @@ class Scheduler(RequestTracker):
 
     def _fill(self) -> None:
         """Let requests join as long as there are slots; where the heads are others now, once nobody runs."""
-        while (batch := self.prepared()) is None or batch.has_room:
-            if self.aside and batch is not None:
-                self._join(batch, self.aside.popleft())
+        while (batch := self._prepared()) is None or len(batch.running) < batch.slots:
+            if self._aside and batch is not None:
+                member = self._aside.popleft()
+                try:
+                    batch.join(member, len(self._waiting) + len(self._aside))
+                except Exception as error:
+                    self._end(member.request, error)
                 continue
             if batch is not None and batch.running and batch.drafter is not self.model.drafter:
                 break
-            request = self.next()
+            request = self._next()
             if request is None:
                 break
             request.status, request.began = RequestStatus.PREFILLING, time.perf_counter()
@@ -162,38 +154,33 @@ class Scheduler(RequestTracker):
 
     def _begin(self, batch: SharedBatch | None, request: Request) -> None:
         refuse_training(self.model.base)
-        device = device_of(self.model)
         try:
             if batch is None:
                 raise Unsupported("the base does not draft")
-            weights = self.epoch, batch.weights()
-            others = BesideOthers(batch.reader, batch.beginning(request.prompt, weights))
+            weights = self._epoch, batch.weights()
+            how: dict[str, Any] = {"joins": batch.reader, "begun": batch.beginning(request.prompt, weights)}
             if batch.running:
                 rows = len(batch.running)
-                piece = int(self.longest_pause * rows * self.plans(rows).tree.num_nodes)
-                between = functools.partial(self._between, batch, request)
-                others = others._replace(piece=max(piece, LEAST_PIECE), between=between)
-            member = begin_request(self.model, request, self.plans.largest, device, others)
+                piece = int(self._longest_pause * rows * self._plans(rows).tree.num_nodes)
+                how |= {"piece": max(piece, LEAST_PIECE), "between": functools.partial(self._between, batch, request)}
+            request.member = member = begin_request(self.model, request, plan=self._plans.largest, **how)
             member.weights = weights
         except Unsupported as reason:
             logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
             request.status = RequestStatus.DECODING
-            decode_by_itself(self.model, request, device, self.deliver)
-            self.figures.first(request)
+            decode_by_itself(self.model, request, self._deliver)
+            self._figures.first(request)
             self._end(request)
             return
-        self.figures.first(request)
+        self._figures.first(request)
         request.status = RequestStatus.DECODING
         assert member.state is not None
         if member.has_ended(member.state) or request.cancelled:
-            self._close(member)
+            self._end(request)
             return
         if request.streaming:
-            self.deliver(request)
-        if batch.has_room:
-            self._join(batch, member)
-        else:  # memory was short for the steps that were taken meanwhile
-            self.aside.append(member)
+            self._deliver(request)
+        self._aside.append(member)
 
     def _between(self, batch: SharedBatch, request: Request) -> None:
         """Between two pieces of a prompt: a step of those that run; CancelledError where nobody waits for it."""
@@ -201,12 +188,6 @@ class Scheduler(RequestTracker):
         if request.cancelled:
             raise CancelledError
         self._step(batch)
-
-    def _join(self, batch: SharedBatch, member: Member) -> None:
-        try:
-            batch.join(member, len(self.waiting) + len(self.aside))
-        except Exception as error:
-            self._close(member, error)
 
     # ---- steps
 
@@ -222,9 +203,9 @@ class Scheduler(RequestTracker):
         except BaseException as error:
             self._failed(batch, error)
             return
-        self.figures.steps += 1
-        self.figures.rows += len(batch.running)
-        self.figures.tokens += sum(record.counts)
+        self._figures.steps += 1
+        self._figures.rows += len(batch.running)
+        self._figures.tokens += sum(record.counts)
         leaving: list[int] = []
         for member in batch.running:
             row, request = member.rows.start, member.request
@@ -235,11 +216,9 @@ class Scheduler(RequestTracker):
             if batch.state is None or member.has_ended(batch.state):
                 leaving.append(row)
             elif request.streaming and record.counts[row]:
-                self.deliver(request)
+                self._deliver(request)
         if leaving:
             self._leave(batch, leaving)
-        if self.figures.steps % LOGGED_EVERY == 0:
-            logger.info(f"{self.metrics()}")
 
     def _end_those_without_positions(self, batch: SharedBatch, positions: int) -> None:
         """End requests that have come to the end of the base's table of positions, which would raise for all."""
@@ -251,16 +230,16 @@ class Scheduler(RequestTracker):
 
     def metrics(self) -> dict[str, float]:
         """Requests waiting, running and ended, tokens per step and per second, and seconds to the first token."""
-        with self.changed:
-            now = {"waiting": len(self.waiting), "running": len(self.known) - len(self.waiting)}
-        return {**now, **self.figures.values(), **({} if self.learner is None else self.learner.counts())}
+        with self._changed:
+            now = {"waiting": len(self._waiting), "running": len(self._known) - len(self._waiting)}
+        return {**now, **self._figures.values(), **({} if self.learner is None else self.learner.counts())}
 
     def _failed(self, batch: SharedBatch, error: BaseException) -> None:
         """After a step that has raised: with fewer rows where memory was short, else none of them can go on."""
         short = isinstance(error, DoesNotFit) or out_of_memory(error)
         if short and len(batch.running) > 1:
             try:
-                self.aside.extendleft(reversed(batch.halve()))
+                self._aside.extendleft(reversed(batch.halve()))
                 self.slots = batch.slots
                 return
             except BaseException as another:
@@ -268,23 +247,20 @@ class Scheduler(RequestTracker):
         members = batch.running
         batch.close()
         for member in members:
-            self._close(member, (short and error.__cause__) or error)
+            self._end(member.request, (short and error.__cause__) or error)
 
     def _recover(self, error: BaseException) -> None:
         """Behind an error of what all share: begin anew, without the requests that were begun, or else without the one
         whose turn it is; where there is none, it is raised.
         """
-        batch, self.batch = self.batch, None
-        members = [*(() if batch is None else batch.running), *self.aside]
-        self.aside.clear()
+        batch, self._batch = self._batch, None
+        self._aside.clear()
         if batch is not None:
             batch.close()
-        for member in members:
-            self._close(member, error)
-        with self.changed:
-            left = [request for request in self.known.values() if request.status != RequestStatus.PENDING]
-        if not members and not left:
-            if (waiting := self.next()) is None:
+        with self._changed:
+            left = [request for request in self._known.values() if request.status != RequestStatus.PENDING]
+        if not left:
+            if (waiting := self._next()) is None:
                 raise error
             left = [waiting]
         for request in left:
@@ -293,13 +269,16 @@ class Scheduler(RequestTracker):
     # ---- requests that end
 
     def _end_cancelled(self) -> None:
-        for request in self.take_cancelled():
+        with self._changed:
+            self._cancelling = False
+            gone = [request for request in self._waiting if request.cancelled]
+            self._waiting = deque(request for request in self._waiting if not request.cancelled)
+        gone += [member.request for member in self._aside if member.request.cancelled]
+        self._aside = deque(member for member in self._aside if not member.request.cancelled)
+        for request in gone:
             self._end(request)
-        if self.batch is not None:
-            self._leave_cancelled(self.batch)
-        for member in [member for member in self.aside if member.request.cancelled]:
-            self.aside.remove(member)
-            self._close(member)
+        if self._batch is not None:
+            self._leave_cancelled(self._batch)
 
     def _leave_cancelled(self, batch: SharedBatch) -> None:
         self._leave(batch, [member.rows.start for member in batch.running if member.request.cancelled])
@@ -308,34 +287,26 @@ class Scheduler(RequestTracker):
         members = [batch.members[row] for row in rows]
         batch.leave(rows)
         for member in filter(None, members):
-            self._close(member)
-
-    def _close(self, member: Member, error: BaseException | None = None) -> None:
-        """End the request of a member that is in no slot any more."""
-        member.error = member.error or error
-        try:
-            if member.error is None and member.stream is not None:
-                member.stream.end()
-        except BaseException as raised:
-            member.error = raised
-        self._end(member.request, member.error)
+            self._end(member.request)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
+        """Give a request, which is in no slot any more, its last result."""
+        member, request.member = request.member, None
+        try:
+            error = error if member is None else member.error or error
+            if error is None and member is not None and member.stream is not None:
+                member.stream.end()
+        except BaseException as raised:
+            error = raised
         request.ended = time.perf_counter()
         if error is not None:
             request.error = f"{type(error).__name__}: {error}"
         elif request.cancelled:
             request.error = "the request was cancelled"
         request.status = RequestStatus.FINISHED if request.error is None else RequestStatus.FAILED
-        self.figures.end(request)
-        if self.answers is not None and request.tokens:
-            self.answers.put([*request.prompt[-LONGEST_GRAM:], *request.tokens])  # found from its first token on
+        self._figures.end(request)
+        if self._answers is not None and request.tokens:
+            self._answers.put([*request.prompt[-LONGEST_GRAM:], *request.tokens])  # found from its first token on
         if self.learner is not None and request.error is None:
             self.learner.offer(request.prompt, request.tokens, request.learn)
-        self.deliver(request)
-
-
-def device_of(model: Any) -> torch.device:
-    """Where prompts are put."""
-    device: torch.device = model.base.device
-    return torch.device("cpu") if device.type == "meta" else device
+        self._deliver(request)

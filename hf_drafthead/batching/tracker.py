@@ -24,94 +24,75 @@ WAIT = 10.0  # seconds for which a thread waits where the queue is full, as tran
 class RequestTracker:
     """Requests from the moment they are asked for until their last result is taken.
 
-    changed: the lock, and what tells threads that something is new; waiting: those that were not begun, at most
-    `most_waiting`, 0 for any number; known: by id, those that wait or run; results: what nobody has taken yet, with the
-    number of its request; handlers: who takes the results of a request as they come; closed: why no further request is
-    taken, in one line, None while they are; the thread is the one that decodes, None where there is none.
+    _changed: the lock, and what tells threads that something is new; _waiting: those that were not begun, at most
+    `_most_waiting`, 0 for any number; _known: by id, those that wait or run; _results: what nobody has taken yet, with
+    the number of its request; _handlers: who takes the results of a request as they come; _closed: why no further
+    request is taken, in one line, None while they are; _thread: that decodes, None where there is none.
     """
 
     def __init__(self, most_waiting: int):
-        self.most_waiting = most_waiting
-        self.changed = threading.Condition()
-        self.waiting: deque[Request] = deque()
-        self.known: dict[str, Request] = {}
-        self.results: deque[tuple[int, GenerationOutput]] = deque()
-        self.handlers: dict[str, tuple[Callable[[GenerationOutput], None], Any]] = {}
-        self.closed: str | None = None
-        self.cancelling = False  # since the scheduler has looked
-        self.added = 0
+        self._most_waiting = most_waiting
+        self._changed = threading.Condition()
+        self._waiting: deque[Request] = deque()
+        self._known: dict[str, Request] = {}
+        self._results: deque[tuple[int, GenerationOutput]] = deque()
+        self._handlers: dict[str, tuple[Callable[[GenerationOutput], None], Any]] = {}
+        self._closed: str | None = None
+        self._cancelling = False  # since the scheduler has looked
+        self._added = 0
         self._thread: threading.Thread | None = None
 
-    def put(self, request: Request, request_id: str | None, prepare: Callable[[], None]) -> str:
+    def _put(self, request: Request, request_id: str | None, prepare: Callable[[], None]) -> str:
         """Let a request wait for its turn; returns its id, a number where none is given. Errors as of `add_request`.
 
         Where the queue is full the thread waits for a place in it, `WAIT` seconds at most; not where it runs an event
         loop, whose other clients would wait. `prepare` is called once the request is sure to be taken, in their order.
         """
-        with self.changed:
-            has_room = self.changed.wait_for(
-                lambda: self.closed or not 0 < self.most_waiting <= len(self.waiting), 0.0 if in_event_loop() else WAIT
+        with self._changed:
+            seconds = 0.0 if in_event_loop() else WAIT
+            has_room = self._changed.wait_for(
+                lambda: self._closed or not 0 < self._most_waiting <= len(self._waiting), seconds
             )
-            if self.closed is not None:
-                raise RuntimeError(self.closed)
+            if self._closed is not None:
+                raise RuntimeError(self._closed)
             if not has_room:
                 raise queue.Full(
-                    f"{len(self.waiting)} requests wait, and max_queue_size is {self.most_waiting}: ask again later."
+                    f"{len(self._waiting)} requests wait, and max_queue_size is {self._most_waiting}: ask again later."
                 )
             if request_id is None:
-                numbers = (f"req_{number}" for number in itertools.count(self.added))
-                request_id = next(name for name in numbers if name not in self.known)
-            if request_id in self.known:
+                numbers = (f"req_{number}" for number in itertools.count(self._added))
+                request_id = next(name for name in numbers if name not in self._known)
+            if request_id in self._known:
                 raise ValueError(f"the request {request_id!r} is not finished yet: give another request_id.")
             prepare()
-            request.request_id, request.number = request_id, self.added
-            self.added += 1
-            self.known[request_id] = request
-            self.waiting.append(request)
-            self.changed.notify_all()
+            request.request_id, request.number = request_id, self._added
+            self._added += 1
+            self._known[request_id] = request
+            self._waiting.append(request)
+            self._changed.notify_all()
         return request_id
-
-    def refuse(self, request_id: str | None) -> None:
-        """Forget the handler of a request that was not taken; that of another one of this id stays."""
-        with self.changed:
-            if request_id is not None and request_id not in self.known:
-                self.handlers.pop(request_id, None)
-
-    def forget(self, closed: str) -> None:
-        """In a process that was forked: nobody serves here what was asked there, and the lock may be held for ever."""
-        self.changed, self.closed, self._thread = threading.Condition(), closed, None
-        for those in (self.waiting, self.known, self.results, self.handlers):
-            those.clear()
 
     def cancel_request(self, request_id: str) -> None:
         """Let a request end within a step; its last result holds what it has. An unknown id is ignored."""
-        with self.changed:
-            if (request := self.known.get(request_id)) is not None:
-                request.cancelled = self.cancelling = True
-                self.changed.notify_all()
+        with self._changed:
+            if (request := self._known.get(request_id)) is not None:
+                request.cancelled = self._cancelling = True
+                self._changed.notify_all()
 
-    def next(self) -> Request | None:
+    def _next(self) -> Request | None:
         """The request whose turn it is, which does not wait any more; None where nobody waits."""
-        with self.changed:
-            if not self.waiting:
+        with self._changed:
+            if not self._waiting:
                 return None
-            request = self.waiting.popleft()
-            self.changed.notify_all()
+            request = self._waiting.popleft()
+            self._changed.notify_all()
             return request
-
-    def take_cancelled(self) -> list[Request]:
-        """Those that were cancelled while they waited, and do not wait any more."""
-        with self.changed:
-            self.cancelling = False
-            gone = [request for request in self.waiting if request.cancelled]
-            self.waiting = deque(request for request in self.waiting if not request.cancelled)
-            return gone
 
     def is_running(self) -> bool:
         """Whether the thread decodes, or waits for something to decode."""
         return self._thread is not None and self._thread.is_alive()
 
-    def refuse_own_thread(self, call: str) -> None:
+    def _refuse_own_thread(self, call: str) -> None:
         """Refuse what would wait for itself."""
         if self._thread is threading.current_thread():
             raise RuntimeError(f"{call} in the thread that decodes would wait for itself: call it in another thread.")
@@ -119,20 +100,20 @@ class RequestTracker:
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, or the next of one request; None after `timeout` seconds, or where none will come."""
         if timeout is None:
-            self.refuse_own_thread("get_result()")
+            self._refuse_own_thread("get_result()")
         end = None if timeout is None else time.monotonic() + timeout
-        with self.changed:
+        with self._changed:
             while True:
                 newest = None if request_id is None else self._newest(request_id)
-                for at, (number, result) in enumerate(self.results):
+                for at, (number, result) in enumerate(self._results):
                     if newest == number or request_id is None:
-                        del self.results[at]
+                        del self._results[at]
                         return result
                 left = None if end is None else end - time.monotonic()
-                is_over = not self.is_running() or not (request_id is None or request_id in self.known)
+                is_over = not self.is_running() or not (request_id is None or request_id in self._known)
                 if is_over or (left is not None and left <= 0):
                     return None
-                self.changed.wait(left)
+                self._changed.wait(left)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
         """Results as they come, until the manager is stopped and none are left."""
@@ -147,9 +128,9 @@ class RequestTracker:
 
     def _newest(self, request_id: str) -> int | None:
         """The number of the newest request of an id: of the one that is not finished, else of untaken results."""
-        if (request := self.known.get(request_id)) is not None:
+        if (request := self._known.get(request_id)) is not None:
             return request.number
-        return max((number for number, result in self.results if result.request_id == request_id), default=None)
+        return max((number for number, result in self._results if result.request_id == request_id), default=None)
 
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Give the results of a request to a function, on the event loop that runs here, instead of keeping them.
@@ -158,35 +139,35 @@ class RequestTracker:
             ValueError: somebody else is given them, who would wait for ever.
         """
         loop = asyncio.get_running_loop()
-        with self.changed:
-            if request_id in self.known and request_id in self.handlers:
+        with self._changed:
+            if request_id in self._known and request_id in self._handlers:
                 raise ValueError(f"the request {request_id!r} has a handler, and is not finished yet: give another id.")
-            self.handlers[request_id] = callback, loop
+            self._handlers[request_id] = callback, loop
             loop.call_soon(self._give_early, request_id, callback)  # before later ones, which come behind the lock
 
     def _give_early(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Give a handler what came before it, of the newest request of its id: a new one may have been put since."""
-        with self.changed:
+        with self._changed:
             newest = self._newest(request_id)
-            early = [pair for pair in self.results if pair[0] == newest and pair[1].request_id == request_id]
+            early = [pair for pair in self._results if pair[0] == newest and pair[1].request_id == request_id]
             for pair in early:
-                self.results.remove(pair)
+                self._results.remove(pair)
             if any(result.is_finished() for _, result in early):
-                self.handlers.pop(request_id, None)
+                self._handlers.pop(request_id, None)
         for _, result in early:
             callback(result)
 
-    def deliver(self, request: Request) -> None:
+    def _deliver(self, request: Request) -> None:
         """Give what a request has so far to its handler, or keep it until somebody asks."""
         output = request.output()
-        with self.changed:
-            callback, loop = self.handlers.get(request.request_id, (None, None))
+        with self._changed:
+            callback, loop = self._handlers.get(request.request_id, (None, None))
             if output.is_finished():
-                self.known.pop(request.request_id, None)
-                self.handlers.pop(request.request_id, None)
+                self._known.pop(request.request_id, None)
+                self._handlers.pop(request.request_id, None)
             if callback is None:
-                self.results.append((request.number, output))
-            self.changed.notify_all()
+                self._results.append((request.number, output))
+            self._changed.notify_all()
         if callback is not None and loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop of a client that has gone is closed
                 loop.call_soon_threadsafe(callback, output)

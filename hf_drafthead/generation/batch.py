@@ -43,7 +43,7 @@ from hf_drafthead.generation.state import (
     are_numbers,
     running,
 )
-from hf_drafthead.generation.step import Stages, deepest, now, shortage_undone, stages_of
+from hf_drafthead.generation.step import STAGES, Stages, deepest, now, shortage_undone, stages_of
 from hf_drafthead.generation.tree import ROOT_ALONE, LookupTree, Tree, copies_alone, smaller
 
 logger = logging.get_logger(__name__)
@@ -52,19 +52,14 @@ T = TypeVar("T")
 
 STRETCH = 32  # positions for which eager steps take a capacity, or an eighth of a long text
 MOST_PENDING = 128  # positions that wait for the drafter while nothing is drafted
-STAGES = ("draft", "verify", "walk", "commit")
 FRAME_WORDS = 1 << 15  # of 8 bytes; a frame of so many gets a block of twice as many: the rest is for those below it
 
 
 def with_room(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function so that it and what it calls have 256 KiB for their frames in one block.
 
-    CPython keeps frames in blocks of 16 KiB. A call whose frame does not fit into the rest of a block takes a new one
-    from the operating system, and gives it back when it returns: where a block happens to end between the loop of
-    decoding and the functions that it calls, up to 200 times in a step of the bundled Medusa, 26 in a captured one.
-
-    >>> with_room(max)(1, 2)
-    2
+    Of CPython's own, of 16 KiB, a new one is taken from the operating system, and given back, as often as a call does
+    not fit into the rest: where that is between the loop and what it calls, 200 times in a step.
     """
 
     @functools.wraps(function)
@@ -134,9 +129,7 @@ class Batch:
     @torch.no_grad()
     def step(self, tree: Tree | None = None) -> list[StepRecord]:
         """Take one step, with a tree or the one that is next: the records of those whose outcome is known by then.
-
-        DoesNotFit where there is no memory for so many rows; behind what the base raises nothing can go on.
-        """
+        DoesNotFit where there is no memory for so many rows; behind what the base raises nothing can go on."""
         state = self.state
         assert state is not None
         state.pays = None
@@ -155,8 +148,6 @@ class Batch:
                 break
             except DoesNotFit as short:
                 tree, state.pays = self._smaller(tree, short), None
-        if self.runner is not None and self.runner.compiled_in:
-            self.runner.tell(tree, len(state.lengths))
         records = []
         while len(self.launched) > (self.ahead and self.runner is not None):
             records.append(state.note(self.launched.popleft()))
@@ -228,9 +219,7 @@ class Batch:
 
     def tilts(self, state: DecodingState, depth: int) -> torch.Tensor | None:
         """How the noise with which the base will choose tilts the guesses (B, D, V); None where nobody samples.
-
-        Members keep their noise (g, D, V) for the walk.
-        """
+        Members keep their noise (g, D, V) for the walk."""
         tilts: dict[int, torch.Tensor] = {}
         vocabulary = self.reader.vocabulary
         for member in (member for member in self.running if member.error is None and member.rules.samples):
@@ -318,11 +307,8 @@ class Batch:
         return walks
 
     def observe(self) -> None:
-        """Let the drafter observe what waits for it: what steps of the root alone have verified.
-
-        One that keeps a history would run a layer, or a model, in each of them, to remember one position. A row that
-        has ended has counts of 0 from there on, so its valid positions come first, as `observe` wants them.
-        """
+        """Let the drafter observe what waits for it: what steps of the root alone have verified, in each of which it
+        would run a layer for one position. Rows that have ended have counts of 0: their valid positions come first."""
         state = self.state
         if state is None or not state.pending:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,23 +51,16 @@ FIRST_ROOM = 32  # new positions for which memory is taken at first
 MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most calls have equally many
 
 
-class BesideOthers(NamedTuple):
-    """Of a call that is going to join a batch: that one's reader; caches that hold the beginning of this prompt, and a
-    drafter's state behind it, which are taken over; how many tokens are read at once; what is called in between.
-    """
-
-    reader: BaseReader
-    begun: DecodingState | None = None
-    piece: int | None = None
-    between: Callable[[], None] | None = None
-
-
 @dataclass
 class Asked:
     """What a call asks for beside the arguments of the base's `generate`.
 
     plan: of a call that names its tree; None where what was measured, and `settings`, choose one; copies: how many
     tokens of the text each step copies, where the call asks for that; texts: others to copy from.
+
+    Of one that is going to join a batch: joins: that one's reader; begun: caches that hold the beginning of this
+    prompt, and a drafter's state behind it, which are taken over; piece: how many tokens are read at once; between:
+    what is called in between.
     """
 
     plan: DraftPlan | None = None
@@ -78,7 +71,10 @@ class Asked:
     streamer: BaseStreamer | None = None
     random: RandomNumbers = NOTHING_DRAWN
     timed: bool = False
-    others: BesideOthers | None = None
+    joins: BaseReader | None = None
+    begun: DecodingState | None = None
+    piece: int | None = None
+    between: Callable[[], None] | None = None
 
 
 class NothingPays(Unsupported):
@@ -115,10 +111,8 @@ def begin(
     synced_gpus: bool | None = None,
     **arguments: Any,
 ) -> Any:
-    """Let the base prepare a call, and read its prompt (B, P), or None: what `then` makes of the call behind it.
-
-    Unsupported where the call cannot draft, or cannot join others: nothing of the user's was given a token.
-    """
+    """Let the base prepare a call and read its prompt (B, P), or None: what `then` makes of it. Unsupported where it
+    cannot draft, or join others: nothing of the user's was given a token."""
     check_call(model.base, config, assistant_model, synced_gpus)
     reader = model._base_reader()
     arguments |= {"generation_config": config, "synced_gpus": synced_gpus}
@@ -136,9 +130,10 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     processors, criteria = call.pop("logits_processor"), call.pop("stopping_criteria")
     config, drafter, text_config = call.pop("generation_config"), model.drafter, base.config.get_text_config(True)
     inputs = with_cache(CACHE, {name: value for name, value in call.items() if value is not None})
+    joins = asked.joins is not None
     if text_config is not base.config:
         _keep_text(inputs)
-    if asked.others is not None and asked.others.reader is not reader:
+    if joins and asked.joins is not reader:
         raise Unsupported("the base has changed since the batch began")
     past = inputs.get(CACHE)
     given = getattr(past, "_is_user_defined", False)  # else the probe has looked at one as the base prepares it
@@ -149,6 +144,7 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     lookup = {"copies": asked.copies, "longest_match": config.max_matching_ngram_size, "texts": asked.texts}
     if plan is None or asked.copies is not None:
         plan = _trees().choose(model, reader, settings, len(input_ids), asked.execution, named=plan, **lookup)
+        asked.plan = plan
     if plan.base_decodes and not asked.timed:
         raise NothingPays(plan.why)
     mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
@@ -167,13 +163,12 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
         streams=asked.streamer is not None and type(asked.streamer) not in STREAMERS,
         random=asked.random,
     )
-    if typical and (asked.others is not None or not rules.on_device):
+    if typical and (joins or not rules.on_device):
         raise Unsupported("typical acceptance looks at the scores of one call alone, and this one asks for more")
     if reader.mixers and rules.overruns and (given or config.return_dict_in_generate):
         raise Unsupported("rows go on behind their ends without padding, and a state cannot go back", lasting=False)
-    stream = None if asked.streamer is None else Stream(asked.streamer, rules)
     start = now(base.device) if asked.timed else 0.0
-    member = prefill(reader, drafter, plan, input_ids, rules, inputs, stream, asked.others)
+    member = prefill(reader, drafter, input_ids, rules, inputs, asked)
     if asked.timed:
         member.prefilled_in = now(base.device) - start
     return member
@@ -242,19 +237,17 @@ def _stop_strings_as_criterion(config: CallConfig, stopping_criteria, kwargs: di
 def prefill(
     reader: BaseReader,
     drafter: Any,
-    plan: DraftPlan,
     input_ids: torch.Tensor,
     rules: Rules,
     inputs: dict[str, Any],
-    stream: Stream | None,
-    others: BesideOthers | None = None,
+    asked: Asked,
 ) -> Member:
-    """Run the base over the prompt (B, P), let it choose the first root, and show the prompt to the drafter.
-
-    The base's model inputs are the cache, attention_mask, position_ids, inputs_embeds (then P is 0), ... Unsupported
-    where the base cannot verify a tree with them, or where they cannot stand in a batch of others.
-    """
-    (batch, prompt_length), tree, past = input_ids.shape, plan.tree, inputs.pop(CACHE)
+    """Run the base over the prompt (B, P), or `inputs_embeds`, let it choose the first root, and show the prompt to the
+    drafter. Unsupported where no tree can be verified with these inputs, or where they cannot stand among others."""
+    plan, past = asked.plan, inputs.pop(CACHE)
+    assert plan is not None
+    (batch, prompt_length), tree, joins = input_ids.shape, plan.tree, asked.joins is not None
+    stream = None if asked.streamer is None else Stream(asked.streamer, rules)
     own_cache = bool(getattr(past, "_is_user_defined", False))
     cached_length = past_length(past) if own_cache else 0
     embeddings = inputs.get("inputs_embeds")
@@ -264,21 +257,20 @@ def prefill(
     room = min(most, FIRST_ROOM) + 2 * (tree.max_depth + 2)
     if reader.base.device.type == "cuda":
         room += -(positions + room) % BUCKET
-    if others is None or others.begun is None:
+    if asked.begun is None:
         cache, draft_state = reader.cache(batch, positions + room, tree.slots), drafter.start(batch, positions + most)
     else:
-        cache, draft_state = others.begun.rows.cache, others.begun.rows.draft_state
-        cache.append()
+        cache, draft_state = asked.begun.rows.cache, asked.begun.rows.draft_state
+        cache.placed = None  # what is read is appended
         cache.reserve(positions + room, tree.slots)
     if cached_length:
         cache.load(past)
-    prompt = _prepared(reader.base, input_ids, rules.config, inputs, cache)
-    logits, features, steps = _read(reader, prompt, cache, rules.config.prefill_chunk_size, others)
+    prompt, logits, features, steps = _read(reader, input_ids, rules.config, inputs, cache, asked)
     plain = steps is reader and prompt.visible is None and not own_cache and prompt_length == cache.extent
-    if others is not None and not plain:
+    if joins and not plain:
         raise Unsupported("the prompt has inputs of its own, padding, or a cache")
     shift, past_shift = prompt.position_shift, cache.extent - prompt_length
-    limits = _limits(rules, reader, shift, past_shift, others is not None)
+    limits = _limits(rules, reader, shift, past_shift, joins)
     sequences = torch.full((batch, prompt_length + room), rules.pad_token, dtype=torch.long, device=input_ids.device)
     sequences[:, :prompt_length] = input_ids
     if stream is not None:
@@ -304,33 +296,49 @@ def prefill(
 
 
 def _read(
-    reader: BaseReader, prompt: PromptInputs, cache: SlotCache, chunk: int | None, others: BesideOthers | None
-) -> tuple[torch.Tensor, torch.Tensor, BaseReader]:
-    """Run the base over a prompt, which becomes past, in chunks where the call, or others that wait, ask for them:
-    logits at the last position, features at all (B, T, F*H), and how the steps behind it run the base.
-    """
+    reader: BaseReader,
+    input_ids: torch.Tensor,
+    config: GenerationConfig,
+    inputs: dict[str, Any],
+    cache: SlotCache,
+    asked: Asked,
+) -> tuple[PromptInputs, torch.Tensor, torch.Tensor, BaseReader]:
+    """Run the base over a prompt, whose beginning a cache may hold, in chunks where the call, or others that wait, ask
+    for them: how it was prepared, logits at the last position, features (B, T, F*H), and how steps run the base."""
+    arguments = prompt_inputs(reader.base, input_ids, config, inputs, cache)
+    read = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
+    mask, position_ids = inputs.get("attention_mask"), arguments.get("position_ids")
+    past = cache.extent + read.shape[1]
+    if position_ids is None:
+        next_position = torch.full((len(input_ids), 1), past, device=read.device)
+    else:
+        if position_ids.dim() > 2:  # (axes, B, T), of images; behind them a token of the text is on one place of all
+            position_ids = position_ids[-1]
+        next_position = position_ids[:, -1:].expand(len(input_ids), 1).to(read.device) + 1
+    visible = None if mask is None or bool(mask.all()) else mask.bool().to(read.device)
+    prompt = PromptInputs(input_ids, arguments, inputs, next_position - past, visible)
+    piece = asked.piece or config.prefill_chunk_size
     if unusual := prompt.unusual:
-        if chunk is not None:
+        if config.prefill_chunk_size is not None:
             raise Unsupported(f"prefill_chunk_size cannot divide the model input {', '.join(unusual)}")
-        return read_and_try(reader, prompt, cache)
-    piece = chunk if others is None else others.piece or chunk
-    if piece is not None and prompt.arguments.get("input_ids") is not None:
-        return *_read_in_pieces(reader, prompt, cache, piece, others), reader
-    logits, features = reader(True, **prompt.arguments)
+        return prompt, *read_and_try(reader, prompt, cache)
+    if piece is not None and arguments.get("input_ids") is not None:
+        return prompt, *_read_in_pieces(reader, prompt, cache, piece, asked.between), reader
+    logits, features = reader(True, **arguments)
     cache.count(features.shape[1])
-    return logits, features, reader
+    return prompt, logits, features, reader
 
 
 def _read_in_pieces(
-    reader: BaseReader, prompt: PromptInputs, cache: SlotCache, piece: int, others: BesideOthers | None
+    reader: BaseReader, prompt: PromptInputs, cache: SlotCache, piece: int, between: Callable[[], None] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits and features as of `_read`."""
     arguments, cached_length = prompt.arguments, cache.extent
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     parts: list[torch.Tensor] = []
     for part in arguments["input_ids"].split(piece, dim=1):
-        if parts and others is not None and others.between is not None:
-            others.between()
+        if parts and between is not None:
+            between()
         start = cache.extent - cached_length
         end = start + part.shape[1]
         of_part = {
@@ -342,24 +350,6 @@ def _read_in_pieces(
         cache.count(features.shape[1])
         parts.append(features)
     return logits, torch.cat(parts, dim=1)
-
-
-def _prepared(
-    base: Any, input_ids: torch.Tensor, config: GenerationConfig, inputs: dict, cache: SlotCache
-) -> PromptInputs:
-    """What the base prepares for a prompt, whose beginning a cache may hold, and how its rows lie there."""
-    arguments = prompt_inputs(base, input_ids, config, inputs, cache)
-    read = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
-    mask, position_ids = inputs.get("attention_mask"), arguments.get("position_ids")
-    past = cache.extent + read.shape[1]
-    if position_ids is None:
-        next_position = torch.full((len(input_ids), 1), past, device=read.device)
-    else:
-        if position_ids.dim() > 2:  # (axes, B, T), of images; behind them a token of the text is on one place of all
-            position_ids = position_ids[-1]
-        next_position = position_ids[:, -1:].expand(len(input_ids), 1).to(read.device) + 1
-    visible = None if mask is None or bool(mask.all()) else mask.bool().to(read.device)
-    return PromptInputs(input_ids, arguments, inputs, next_position - past, visible)
 
 
 def _limits(rules: Rules, reader: BaseReader, shift: torch.Tensor, past_shift: int, joins: bool) -> Limits:
@@ -391,11 +381,8 @@ def _with_known(
 
 
 def prompt_for_drafter(drafter, root, features, tokens, mask) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the drafter may observe of the prompt: valid positions first, each with the token that follows it.
-
-    One without a memory, or a prompt that came as embeddings, needs the last position only. One that reads nothing of
-    the base observes every token, the first one too.
-    """
+    """What the drafter may observe of the prompt: valid positions first, each with the token that follows it; the last
+    alone without a memory, or of embeddings. One that reads nothing of the base observes every token."""
     rows, length = features.shape[:2]
     if not drafter.keeps_history or tokens is None:
         return features[:, -1:], root, torch.ones(rows, dtype=torch.long, device=features.device)

@@ -21,7 +21,7 @@ from hf_drafthead.bases.probe import probe, try_tree
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE, GenerateDecoderOnlyOutput, GenerationMixin, with_cache
 from hf_drafthead.generation.batch import Batch, with_room
-from hf_drafthead.generation.entry import Asked, CallConfig, NothingPays, begin, check_call
+from hf_drafthead.generation.entry import Asked, CallConfig, NothingPays, begin
 from hf_drafthead.generation.lookup import TextIndex, accepted_copies
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.runner import Execution
@@ -106,20 +106,20 @@ class DraftHeadGenerationMixin(GenerationMixin):
             )
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
-        config, kwargs = self._merged_config(generation_config, with_cache(CACHE, kwargs))
+        # copies alone are drafted as long as they pay, anyway
+        named = LOOKUP if self.drafter.copies is not None and draft_tree == AUTO else draft_tree
         typical = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
+        config, settings, kwargs = self._merged_config(
+            generation_config, with_cache(CACHE, kwargs), draft_tree=named, acceptance=acceptance, **typical
+        )
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
         copies = config.prompt_lookup_num_tokens if looks_up else self.drafter.copies
         texts = None if lookup_texts is None else TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
         copies = COPIES if copies is None and texts is not None else copies
-        while_they_pay = self.drafter.copies is not None and draft_tree == AUTO  # as copies alone are drafted anyway
-        named = LOOKUP if while_they_pay else draft_tree
-        settings = DraftSettings.from_config(config, draft_tree=named, acceptance=acceptance, **typical)
         # checked also where a measured tree comes before it
         plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
         if self.drafter.copies is not None or (isinstance(draft_tree, (str, list)) and draft_tree in (LOOKUP, [])):
             self._check_copies(settings, plan, copies)
-        config.__dict__.pop("calibration", None)  # the base would copy it
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
             "logits_processor": logits_processor,
@@ -158,9 +158,10 @@ class DraftHeadGenerationMixin(GenerationMixin):
         return DraftHeadGenerateOutput(**output) if type(output) is GenerateDecoderOnlyOutput else output
 
     def _merged_config(
-        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
-    ) -> tuple[CallConfig, dict[str, Any]]:
-        """The call's generation config with the model's for a default, and the arguments that are not part of it."""
+        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any], **drafting: Any
+    ) -> tuple[CallConfig, DraftSettings, dict[str, Any]]:
+        """The call's generation config with the model's for a default; its settings of drafting, those that are given
+        before; and the arguments that are not part of it."""
         config = CallConfig()
         stored = vars(self.generation_config if generation_config is None else generation_config)
         # the entries of a calibration are long and are only read
@@ -176,7 +177,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
         if (asked_by := getattr(self.drafter, "asked_by", None)) and getattr(config, asked_by, None):
             setattr(config, asked_by, None)  # it asks for what is done anyway
         config._settled = tuple(name for name, value in vars(config).items() if value is None and name not in lengths)
-        return config, rest
+        settings = DraftSettings.from_config(config, **drafting)
+        config.__dict__.pop("calibration", None)  # the base would copy it
+        return config, settings, rest
 
     def _guesses_among(self) -> tuple[int | None, int]:
         """How deep the heads guess, None where there is no limit, and among how many tokens."""
@@ -209,16 +212,13 @@ class DraftHeadGenerationMixin(GenerationMixin):
 
     def why_no_drafts(self) -> str | None:
         """Why no call of `generate` can draft on this base, found out by a short one; None if calls can."""
-        short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None, "cache_implementation": None}
+        short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None}
         greedy = {"do_sample": False, "num_return_sequences": 1}
-        config = self._merged_config(None, {**short, **greedy})[0].without("max_length")
-        config.__dict__.pop("calibration", None)
+        copies = self.drafter.copies
+        asked = Asked(DraftPlan(DraftTree([(0,)] if copies is None else [])), copies=copies)
         try:
             self._base_reader()
-            check_call(self.base, self._merged_config(None, {})[0], None, None)
-            copies = self.drafter.copies
-            plan = DraftPlan(DraftTree([(0,)]) if copies is None else DraftTree.root_alone())
-            asked = Asked(plan=plan, copies=copies)
+            config = self._merged_config(None, {**short, **greedy})[0].without("max_length")
             decoded = functools.partial(decode, model=self, execution=asked.execution)
             begin(self, probe_tokens(self.base)[None, :4], config, asked, decoded)
         except Unsupported as reason:
@@ -241,7 +241,13 @@ class DraftHeadGenerationMixin(GenerationMixin):
         key = (self.drafter.reads, *seen)
         reader: BaseReader | str | None = readers.get(key)
         if reader is None:
-            reader = readers[key] = self._probed(hooked)
+            try:
+                reader = probe(base, self.drafter.reads)
+            except Unsupported as reason:
+                if not reason.lasting or hooked:
+                    raise
+                reader = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
+            readers[key] = reader
             while len(readers) > MOST_READERS:
                 readers.pop(next(iter(readers)), None)
         elif isinstance(reader, BaseReader) and hooked:
@@ -250,15 +256,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
             raise Unsupported(reader)
         self.drafter.prepare()
         return reader
-
-    def _probed(self, hooked: bool) -> BaseReader | str:
-        """How to run this base, or why no tree can ever be verified by it."""
-        try:
-            return probe(self.base, self.drafter.reads)
-        except Unsupported as reason:
-            if not reason.lasting or hooked:
-                raise
-            return str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
 
 
 def _batching() -> Any:
@@ -275,20 +272,28 @@ def decode(
     execution: Execution,
     on_step: Callable[[StepRecord], None] | None = None,
 ) -> DraftHeadGenerateOutput | torch.Tensor:
-    """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended."""
+    """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended: what the base's
+    `generate` would return, in its form."""
     of_member = member.reader, member.plan, execution, member
     with contextlib.closing(Batch(model, *of_member, timed=on_step is not None)) as batch:
         state = batch.state
         assert state is not None
-        if on_step is not None:
-            on_step = _told(on_step, member, state)
+        tell = (lambda record: None) if on_step is None else _told(on_step, member, state)
         while not member.has_ended(state):
             for record in batch.step():
-                if on_step is not None:
-                    on_step(record)
+                tell(record)
         if member.error is not None:
             raise member.error
-        return finish(member, state)
+        rules = member.rules
+        length = max(end for end in state.ends if end is not None)
+        if rules.samples:
+            rules.random.chosen(length - rules.prompt_length)
+        if member.stream is not None:
+            member.stream.end()
+        sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
+        if rules.config.return_dict_in_generate or getattr(member.given[0], "_is_user_defined", False):
+            _unload(member, state, length)
+        return _output(member, sequences) if rules.config.return_dict_in_generate else sequences
 
 
 def _told(on_step: Callable[[StepRecord], None], member: Member, state: DecodingState) -> Callable[[StepRecord], None]:
@@ -308,20 +313,6 @@ def _told(on_step: Callable[[StepRecord], None], member: Member, state: Decoding
     roots = state.rows.sequences.gather(1, state.rows.lengths[:, None] - 1)[..., None].tolist()
     on_step(StepRecord(0, roots, [], [1] * len(roots), 0, {"prefill": member.prefilled_in}, plan=plan))
     return tell
-
-
-def finish(member: Member, state: DecodingState) -> DraftHeadGenerateOutput | torch.Tensor:
-    """What the base's generate would return, in its form."""
-    rules = member.rules
-    length = max(end for end in state.ends if end is not None)
-    if rules.samples:
-        rules.random.chosen(length - rules.prompt_length)
-    if member.stream is not None:
-        member.stream.end()
-    sequences = state.rows.sequences[:, :length].to(rules.device, copy=True)
-    if rules.config.return_dict_in_generate or getattr(member.given[0], "_is_user_defined", False):
-        _unload(member, state, length)
-    return _output(member, sequences) if rules.config.return_dict_in_generate else sequences
 
 
 def _unload(member: Member, state: DecodingState, length: int) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_drafthead.bases.generators import (
     GENERATORS,
     IN_USE,
+    LOCKS,
     Use,
     elsewhere,
     generators_of,
@@ -213,6 +214,8 @@ class _Draws(TorchDispatchMode):
 
 def _forked() -> None:
     """In a process that was forked, which has none of the other threads: generators go on from where calls begin."""
+    for lock in LOCKS:
+        lock._at_fork_reinit()
     for generator, (thread, state) in [*IN_USE.items()]:
         if thread != threading.get_ident():
             del IN_USE[generator]

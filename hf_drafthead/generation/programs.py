@@ -11,9 +11,7 @@ Some things dynamo has no guards for, such as hooks on layers that it traces onc
 
 from __future__ import annotations
 
-import contextlib
 import re
-import threading
 import types
 import weakref
 from collections import OrderedDict
@@ -26,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import CompileConfig
 
 from hf_drafthead.bases.errors import out_of_memory
+from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.bases.slots import SlotCache, padded
 from hf_drafthead.generation.state import DecodingState, Limits, Rows
 
@@ -57,11 +56,8 @@ def written(rows: Rows, after: Rows) -> Rows:
 
 
 def compiled(function: Stage, config: CompileConfig) -> Stage:
-    """`torch.compile` of a function, whose guards are kept.
-
-    Each gets a code object of its own: dynamo keeps a program with the code, bounds how many there may be of one, and
-    frees one only with its code.
-    """
+    """`torch.compile` of a function, whose guards are kept, with a code object of its own: dynamo keeps programs with
+    the code, bounds how many there may be of one, and frees one only with its code."""
     alone = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     plain = config.mode in ("default", *RECORDS[:1])
     options = {} if plain else torch._inductor.list_mode_options(config.mode)
@@ -204,9 +200,7 @@ def _restorable(arguments: tuple) -> tuple[list[torch.Tensor], Callable[[], None
 
 def record_kernels(function: Callable[[], Any], device: torch.device) -> tuple[Callable[[], None], Any]:
     """Record the kernels of a function on a device: what replays them, and its outcome, in the same memory each time.
-
-    Other threads may go on meanwhile, but for those that draw from the device's generator.
-    """
+    Other threads may go on meanwhile, but for those that draw from the device's generator."""
     with _RECORDING, torch.cuda.device(device):
         before, caches_casts = torch.cuda.current_stream(), torch.is_autocast_cache_enabled()
         graph = torch.cuda.CUDAGraph()
@@ -222,7 +216,7 @@ def record_kernels(function: Callable[[], Any], device: torch.device) -> tuple[C
     return graph.replay, result
 
 
-_RECORDING = threading.Lock()  # of all models: a second recording at the same time fails
+_RECORDING = new_lock()  # of all models: a second recording at the same time fails
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -270,11 +264,11 @@ class Programs:
     """What is kept for one model; a call that uses something of it holds it until it ends."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self.compiled: list[Any] = []  # of `Program`, the most recently used one last
         self.arenas: OrderedDict[Hashable, Arena] = OrderedDict()
         self.refused: set[Hashable] = set()
-        self.compiles = threading.Lock()  # held by the call that compiles; others, which would wait, run steps eagerly
+        self.compiles = new_lock()  # held by the call that compiles; others, which would wait, run steps eagerly
 
     def fitting(self, made_for: Hashable, arguments: tuple) -> Any:
         """The program that was made for this and holds for the arguments, or None."""
@@ -290,16 +284,6 @@ class Programs:
         """Keep a program for later calls, in place of what was not used for the longest time."""
         with self.lock:
             self.compiled = [*(other for other in self.compiled if other is not program), program][-MOST_PROGRAMS:]
-
-    @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Compile meanwhile; NotCaptured where another call does."""
-        if not self.compiles.acquire(blocking=False):
-            raise NotCaptured("")
-        try:
-            yield
-        finally:
-            self.compiles.release()
 
     def take_arena(self, key: Hashable) -> Arena | None:
         """The memory that is kept under a key, if no other call is in it."""

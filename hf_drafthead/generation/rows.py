@@ -35,16 +35,6 @@ LEAST_SHARED = 32  # tokens of a prompt that are copied from another row; fewer 
 Axes = list[int | None]  # of the leaves of a drafter's state, the axis of the rows; None: it has no rows, or is a cache
 
 
-def axes_of(drafter: Any) -> Axes:
-    """On which axis each tensor of a drafter's state has its rows."""
-    two, three = (tree_leaves(drafter.start(count, 16)) for count in (2, 3))
-    axes: Axes = []
-    for leaf_of_two, leaf_of_three in zip(two, three, strict=True):
-        sizes = zip(leaf_of_two.shape, leaf_of_three.shape) if isinstance(leaf_of_two, torch.Tensor) else ()
-        axes.append(next((axis for axis, (few, more) in enumerate(sizes) if few != more), None))
-    return axes
-
-
 def select(state: DecodingState, rows: Sequence[int], axes: Axes) -> None:
     """Go on with these rows alone, in this order; one may be taken several times, to be written over."""
     before, index = state.rows, torch.tensor(rows, device=state.rows.lengths.device)
@@ -133,17 +123,13 @@ class SharedBatch(Batch):
     def __init__(self, model: Any, reader: BaseReader, plans: Any, slots: int):
         super().__init__(model, reader, plans.largest, plans.execution)
         self.plan_of, self.slots, self.placed = plans, slots, (model.base.dtype, model.base.device)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether another call may join."""
-        return len(self.running) < self.slots
+        self.positions = table_of_positions(model.base)  # that the base can embed; None where it has no table of them
 
     @torch.no_grad()
     def join(self, member: Member, others: int = 0) -> None:
         """Give a call of one row a slot; its state is copied there. Rows for `others` to come are made at once."""
         joins, state = member.state, self.state
-        assert joins is not None and self.has_room
+        assert joins is not None
         if state is None:
             rows = 1 if self.execution.name == "eager" else self.slots
             self.begin(joins, [None] * rows)
@@ -170,12 +156,12 @@ class SharedBatch(Batch):
 
     @functools.cached_property
     def _axes(self) -> Axes:
-        return axes_of(self.drafter)
-
-    @functools.cached_property
-    def positions(self) -> int | None:
-        """How many positions the base can embed; None where it has no table of them."""
-        return table_of_positions(self.model.base)
+        two, three = (tree_leaves(self.drafter.start(count, 16)) for count in (2, 3))
+        axes: Axes = []
+        for leaf_of_two, leaf_of_three in zip(two, three, strict=True):
+            sizes = zip(leaf_of_two.shape, leaf_of_three.shape) if isinstance(leaf_of_two, torch.Tensor) else ()
+            axes.append(next((axis for axis, (few, more) in enumerate(sizes) if few != more), None))
+        return axes
 
     def check_base(self) -> None:
         """RuntimeError where the base was moved, or cast, since those that run began, or is trained."""
@@ -197,11 +183,8 @@ class SharedBatch(Batch):
 
     @torch.no_grad()
     def beginning(self, prompt: list[int], weights: Any) -> DecodingState | None:
-        """A copy of what a running row, whose keys are of these `weights`, knows of the beginning of a prompt, if much.
-
-        Behind the last position that both have in common another token follows, so that it is read again. A layer that
-        keeps a state cannot go back.
-        """
+        """A copy of what a running row, whose keys are of these `weights`, knows of the beginning of a prompt, if much,
+        without the last position, behind which another token follows. A layer that keeps a state cannot go back."""
         if self.state is None or self.reader.mixers:
             return None
         self.observe()

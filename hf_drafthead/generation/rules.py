@@ -91,10 +91,8 @@ class Rules:
     def choose(
         self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
     ) -> torch.Tensor:
-        """The token (g,) that each of g rows, of all in lockstep, emits next, chosen as the base chooses it.
-
-        Of logits (g, V) after each row's last token, and token ids (B, L); row b's prefix is its first `lengths[b]`.
-        """
+        """The token (g,) that each of g rows, of all in lockstep, emits next, as the base chooses it: of logits (g, V)
+        after its last token, and token ids (B, L), of which the first `lengths[b]` are row b's prefix."""
         logits = logits.to(sequences.device, torch.float32, copy=True)
         with self.random.lent() if self.asks_others else contextlib.nullcontext():
             scores = self._process(rows, logits, sequences, lengths) if self.processors else logits
@@ -119,10 +117,8 @@ class Rules:
     def choose_everywhere(
         self, logits: torch.Tensor, depths: torch.Tensor, noise: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The base's choice (B, N) at every node, and whether logits and probabilities are numbers; if `on_device`.
-
-        Of logits (B, N, V), nodes at depths (R, N), and under sampling the noise (B, D, V) of the next D positions.
-        """
+        """The base's choice (B, N) at every node, and whether logits and probabilities are numbers; if `on_device`. Of
+        logits (B, N, V), nodes at depths (R, N), and under sampling the noise (B, D, V) of the next D positions."""
         scores = self.scores_everywhere(logits)
         if noise is None:
             return scores.argmax(-1), are_numbers(logits)
@@ -139,10 +135,8 @@ class Rules:
         return scores.view(logits.shape)
 
     def noise_ahead(self, lengths: list[int], moving: list[int], depth: int, vocabulary: int) -> torch.Tensor | None:
-        """(B, D, V) noise with which the base will choose each row's next D tokens; None where it does not sample.
-
-        What rows that are not `moving` get has no meaning.
-        """
+        """(B, D, V) noise with which the base will choose each row's next D tokens, without meaning in rows that are
+        not `moving`; None where it does not sample."""
         tape = self.random.tape
         if tape is None:
             return None
@@ -168,9 +162,6 @@ class Rules:
         if self.on_device:
             assert self.max_length is not None
             return [token in self.eos_tokens or lengths[row] >= self.max_length for row, token in zip(rows, newest)]
-        return self._criteria(rows, sequences, lengths)
-
-    def _criteria(self, rows: list[int], sequences: torch.Tensor, lengths: list[int]) -> list[bool]:
         if self.lockstep:
             scores = tuple(self.scores) if self.keeps_scores else None
             with self.random.lent() if self.asks_others else contextlib.nullcontext():

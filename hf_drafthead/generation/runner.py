@@ -38,8 +38,7 @@ from hf_drafthead.generation.programs import (
     out_of_arena,
 )
 from hf_drafthead.generation.state import DecodingState
-from hf_drafthead.generation.step import Stages
-from hf_drafthead.generation.tree import Tree
+from hf_drafthead.generation.step import STAGES, Stages
 
 logger = logging.get_logger(__name__)
 
@@ -62,11 +61,8 @@ class Execution(NamedTuple):
 
     @classmethod
     def wanted(cls, model: Any, config: GenerationConfig) -> Execution:
-        """What a call asks for, by a static cache or a `compile_config`; else recorded where there are graphs.
-
-        On a GPU a static cache by name, and the modes `reduce-overhead` and `max-autotune`, which in transformers mean
-        CUDA graphs, compile and record; other modes only compile.
-        """
+        """What a call asks for by a static cache or a `compile_config`, else recorded where there are graphs. Modes
+        that mean CUDA graphs in transformers compile and record, and so does a static cache; others only compile."""
         graphs, asked = has_graphs(model.base.device), config.compile_config
         if config.disable_compile:
             return cls("eager")
@@ -91,7 +87,6 @@ class Runner:
         self.stages: dict[Stages, Any] = {}  # what runs in the place of a step's stages
         self.recorded: dict[Hashable, Recorded] = {}  # what runs stages, in the memory of the call as it is now
         self.arena: Arena | None = None
-        self.compiled_in = 0.0  # seconds of this step in which programs were made
         self.layers: tuple[int, ...] | None = None  # ids of those that programs trace once; None: not asked yet
         self.programs = PROGRAMS.setdefault(self.model, Programs())
 
@@ -101,16 +96,9 @@ class Runner:
             raise RuntimeError(f"the base was moved from {self.device} while it generated: move it between calls.")
         if stages not in self.stages:
             self.layers = None  # which may have changed since another step was prepared
-            names = ("draft", "verify", "walk", "commit")
-            runs = {name: functools.partial(self._run, rows, name, stages) for name in names}
+            runs = {name: functools.partial(self._run, rows, name, stages) for name in STAGES}
             self.stages[stages] = types.SimpleNamespace(**runs)
         return self.stages[stages]
-
-    def tell(self, tree: Tree, rows: int) -> None:
-        """Say how long programs were made for in a step."""
-        made = f"a step of {tree.num_nodes} nodes for {rows} row(s)"
-        logger.warning(f"{made} was compiled in {self.compiled_in:.1f} s; it is kept for later calls.")
-        self.compiled_in = 0.0
 
     def _run(self, rows: int, name: str, stages: Stages, *arguments: Any) -> Any:
         """Run a stage by a program. Where none can be had it runs as it stands, and so do all that follow."""
@@ -160,17 +148,22 @@ class Runner:
         from hf_drafthead.bases.compiling import in_this_thread_alone  # takes a second to import
 
         start = time.perf_counter()
-        with self.programs.compiling(), in_this_thread_alone(self.model.base), not_put_back(self.device):
+        if not self.programs.compiles.acquire(blocking=False):  # another call compiles
+            raise NotCaptured("")
+        try:
             logger.warning_once(COMPILES)
-            try:
+            with in_this_thread_alone(self.model.base), not_put_back(self.device):
                 result = runs(*arguments)
-            except Exception as error:  # whatever a compiler says of a base: eager steps work all the same
-                if program.made:
-                    raise
-                reason = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
-                raise NotCaptured(reason, lasting=not out_of_memory(error)) from error
+        except Exception as error:  # whatever a compiler says of a base: eager steps work all the same
+            if program.made:
+                raise
+            reason = " ".join(f"{type(error).__name__}: {error}".split("\n")[:2])
+            raise NotCaptured(reason, lasting=not out_of_memory(error)) from error
+        finally:
+            self.programs.compiles.release()
         self.programs.keep_compiled(program)
-        self.compiled_in += time.perf_counter() - start
+        made = f"{program.stage.__name__} of {arguments[0].tree.num_nodes} nodes for {len(arguments[1].lengths)} row(s)"
+        logger.warning(f"{made} was compiled in {time.perf_counter() - start:.1f} s; it is kept for later calls.")
         return result
 
     def reshape(self, state: DecodingState, depth: int, longest: int, need: int) -> None:
@@ -210,4 +203,4 @@ class Runner:
         """Let the batch go on without programs."""
         if reason:
             logger.warning_once(f"Steps are not captured, they run operation by operation: {reason}")
-        self.batch.runner, self.compiled_in = None, 0.0
+        self.batch.runner = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -106,14 +106,6 @@ class DraftPlan:
         nodes = f"{self.tree.num_nodes} nodes" if self.tree.num_nodes > 1 else "nothing"
         copies = f" with {self.tree.copies} copied tokens" if isinstance(self.tree, LookupTree) else ""
         return f"{nodes}{copies}{', as many as pay on the text' if self.sizes else ''}: {self.why}"
-
-    def with_lookup(
-        self, copies: int, longest_match: int | None, vocabulary: int, texts: TextIndex | None = None
-    ) -> DraftPlan:
-        """The same plan with copies from the text, and from other texts, in the tree, see `LookupTree.around`."""
-        assert not isinstance(self.tree, LookupTree)
-        tree = LookupTree.around(self.tree, copies, longest_match, vocabulary)
-        return replace(self, tree=tree, texts=texts, base_decodes=False)
 
     def texts_on(self, device: torch.device) -> HeldTexts | None:
         """The other texts on a device; None where there are none."""

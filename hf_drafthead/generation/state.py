@@ -50,10 +50,8 @@ class Guesses(NamedTuple):
     sure: torch.Tensor | None = None
 
     def top(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k best guesses of every node: base token ids and the drafter's scores, (B, n or 1, k) each, best first.
-
-        A tilt (B, V) of `Rules.tilt` is added to the scores for the order, which is then that of q / E.
-        """
+        """The k best guesses of every node: base token ids and the drafter's scores, (B, n or 1, k) each, best first. A
+        tilt (B, V) of `Rules.tilt` is added to the scores for the order, which is then that of q / E."""
         if tilt is None:
             scores, tokens = self.logits.topk(k)
         else:
@@ -171,13 +169,6 @@ class Outcome(NamedTuple):
     drafted: int
     ready: Any
 
-    def on_host(self) -> torch.Tensor:
-        """The walk, from a GPU; waits for this step, and for none that was launched after it."""
-        aside = torch.cuda.Stream(self.packed.device)
-        with torch.cuda.stream(aside):
-            aside.wait_event(self.ready)
-            return self.packed.cpu()
-
 
 class Limits(NamedTuple):
     """Where rows must stop, as tensors, so that a captured step serves every call.
@@ -287,7 +278,11 @@ class DecodingState:
     def note(self, outcome: Outcome) -> StepRecord:
         """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits."""
         self.counted, self.walked, self.lost, tokens = [], [], [], []
-        packed = outcome.packed if outcome.ready is None else outcome.on_host()
+        packed = outcome.packed
+        if outcome.ready is not None:  # on a GPU: wait for this step, and for none that was launched after it
+            with torch.cuda.stream(aside := torch.cuda.Stream(packed.device)):
+                aside.wait_event(outcome.ready)
+                packed = packed.cpu()
         for row, (count, _, end, valid, *walk) in enumerate(packed.tolist()):
             if not valid:
                 self.lost.append(row)

@@ -31,6 +31,7 @@ from hf_drafthead.generation.lookup import Copies, with_copies
 from hf_drafthead.generation.state import Candidates, Limits, Rows, Verified, Walk, are_numbers
 from hf_drafthead.generation.tree import DynamicTree, Level, LookupTree, Tree
 
+STAGES = ("draft", "verify", "walk", "commit")
 MOST_STAGES = 64  # that are kept of one base
 
 
@@ -71,10 +72,8 @@ class Stages:
     def draft(
         self, rows: Rows, limits: Limits, tilt: Any, texts: Any = None, certain: Any = None, pays: Any = None
     ) -> tuple[Any, Candidates]:
-        """Let the drafter fill the tree below each row's newest token, see `fill_static`; also returns its state.
-
-        `texts`: others to copy; `certain`: (B, C), -1 behind an end; `pays`: see `trees.sizes.Weighed`.
-        """
+        """Let the drafter fill the tree below each row's newest token; also returns its state. texts: others to copy;
+        certain: (B, C), -1 behind an end; pays: see `trees.sizes.Weighed`."""
         tree, root = self.tree, rows.sequences.gather(1, rows.lengths[:, None] - 1)  # (B, 1) the newest tokens
         copied = copies_below(certain, tree, rows, texts) if isinstance(tree, LookupTree) else None
         fill = self.fill_dynamic if isinstance(self.heads, DynamicTree) else self.fill_static
@@ -88,10 +87,8 @@ class Stages:
     def fill_static(
         self, draft_state: Any, root: torch.Tensor, tilt: torch.Tensor | None, copied: Copies | None, pays: Any
     ) -> tuple[Any, Candidates]:
-        """Fill a static tree below the root (B, 1) by level, as far as that pays; also returns the drafter's state.
-
-        The tilt (B, D, V) is that of `Guesses.top` at every depth; None for the drafter's best guesses.
-        """
+        """Fill a static tree below the root (B, 1) by level, as far as that pays, with the tilt (B, D, V) of
+        `Guesses.top` at every depth, or None; also returns the drafter's state."""
         tokens = root
         for depth, (level, below) in enumerate(zip(self.levels, (*self.levels[1:], None))):
             expanded, hang_on = tokens[:, level.expanded], level.hang_on.expand(len(root), -1)  # (B, n)
@@ -156,10 +153,8 @@ class Stages:
         return Candidates(tokens, topology)
 
     def verify(self, rows: Rows, limits: Limits, candidates: Candidates) -> Verified:
-        """One forward of the base over all nodes.
-
-        Nodes behind the last position that the base can be asked about stay on that one; the walk does not go there.
-        """
+        """One forward of the base over all nodes; those behind the last position that it can be asked about stay there,
+        where the walk does not go."""
         cache = rows.cache
         positions = past = cache.lengths[:, None]  # the root's
         if candidates.tokens.shape[1] > 1:

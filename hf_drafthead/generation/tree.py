@@ -58,7 +58,7 @@ class Level:
     width: int
 
 
-@dataclass(init=False, repr=False, eq=False)  # of which a generation config is written by `to_dict`
+@dataclass(init=False, repr=False, unsafe_hash=True)  # of which a generation config is written by `to_dict`
 class DraftTree:
     """A static tree of guesses.
 
@@ -66,12 +66,12 @@ class DraftTree:
     heads it needs; `slots` the most nodes that a step writes to a cache, of the base or of the drafter.
 
     Args:
-        paths: rank paths in any order, without the root; every prefix of a path must be a path too.
+        paths: rank paths in any order, without the root; every prefix of a path must be a path too. With none the root
+            is alone: a step with it gives one token, as a step of the base does.
 
     Raises:
         TypeError: `paths` is not a sequence of sequences of integers.
-        ValueError: no path, an empty path, a negative rank, a duplicate or an orphan; more than 4,096 nodes or 256
-            levels.
+        ValueError: an empty path, a negative rank, a duplicate or an orphan; more than 4,096 nodes or 256 levels.
 
     >>> tree = DraftTree([(0,), (1,), (0, 0), (0, 1)])
     >>> tree.num_nodes, tree.max_depth, tree.parents
@@ -87,13 +87,10 @@ class DraftTree:
     paths: tuple[RankPath, ...]
 
     def __init__(self, paths: Iterable[Sequence[int]]):
-        self._number(_validated(paths))
-
-    def _number(self, paths: tuple[RankPath, ...]) -> None:
-        self.paths = paths
-        number = {path: node for node, path in enumerate(((), *paths))}
-        self.parents = (0, *(number[path[:-1]] for path in paths))
-        self.depths = (0, *map(len, paths))
+        self.paths = _validated(paths)
+        number = {path: node for node, path in enumerate(((), *self.paths))}
+        self.parents = (0, *(number[path[:-1]] for path in self.paths))
+        self.depths = (0, *map(len, self.paths))
         self.num_nodes = self.slots = len(number)
         self.max_depth = self.depths[-1]
         self._children: list[list[int]] = [[] for _ in self.parents]
@@ -101,13 +98,6 @@ class DraftTree:
             self._children[parent].append(child)
         self._topologies: dict[torch.device, Topology] = {}
         self._levels: dict[torch.device, tuple[Level, ...]] = {}
-
-    @classmethod
-    def root_alone(cls) -> DraftTree:
-        """The tree that drafts nothing: a step with it gives one token, as a step of the base does."""
-        tree = cls.__new__(cls)
-        tree._number(())
-        return tree
 
     @property
     def max_rank(self) -> int:
@@ -209,17 +199,8 @@ class DraftTree:
             )
         return resolved
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DraftTree) and self.paths == other.paths
-
-    def __hash__(self) -> int:
-        return hash(self.paths)
-
     def __repr__(self) -> str:
         return f"DraftTree({self.num_nodes} nodes, depth {self.max_depth})"
-
-
-ROOT_ALONE = DraftTree.root_alone()
 
 
 @dataclass(frozen=True)
@@ -328,12 +309,12 @@ def copies_alone(tree: Tree) -> TypeGuard[LookupTree]:
 def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
     """The tree that a `draft_tree` setting names; TypeError or ValueError where these heads cannot fill it.
 
-    "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; "lookup" or no path
-    at all, the root alone; or what `DraftTree.resolve` takes. Of so many heads, None where the drafter can go on for
-    ever, which choose among so many tokens.
+    "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; "lookup", the root
+    alone; or what `DraftTree.resolve` takes. Of so many heads, None where the drafter can go on for ever, which choose
+    among so many tokens.
     """
-    if tree in (LOOKUP, []):
-        return DraftTree.root_alone()
+    if tree == LOOKUP:
+        return ROOT_ALONE
     if tree == "dynamic":
         return DynamicTree().fitted(max_depth, vocabulary)
     if isinstance(tree, Mapping):
@@ -365,7 +346,7 @@ def smaller(tree: Tree) -> Tree:
     """
     nodes = tree.num_nodes // 2
     if nodes < 2:
-        return DraftTree.root_alone()
+        return ROOT_ALONE
     if isinstance(tree, LookupTree):
         if tree.certain:
             return smaller(replace(tree, certain=0)) if tree.copies else smaller(tree.tree)
@@ -409,8 +390,6 @@ def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
                 "guess; the root is always there."
             )
         rank_paths.append(tuple(path))
-    if not rank_paths:
-        raise ValueError(f"a tree without nodes drafts nothing: {expected}, or call the base's own generate.")
     counts = Counter(rank_paths)
     for path in rank_paths:
         if len(path) > 1 and path[:-1] not in counts:
@@ -421,3 +400,6 @@ def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
         if counts[path] > 1:
             raise ValueError(f"node {_shown.repr(path)} is in the tree {counts[path]} times: keep it once.")
     return tuple(sorted(counts, key=lambda path: (len(path), path)))
+
+
+ROOT_ALONE = DraftTree([])

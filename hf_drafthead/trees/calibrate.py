@@ -112,7 +112,8 @@ def calibrate(
             advance()
             timed = {tree for tree in counted.steps if tree.nodes <= max(costs.measured).nodes}
             speedups = {tree: counted.fewer_steps(tree, size) / costs(*tree) for tree in timed - {ALONE}}
-            calls = [{**batch, **call} for batch in batches_of(model, held_out, size)]
+            rows = [*held_out, *itertools.islice(itertools.cycle(held_out), -len(held_out) % size)]
+            calls = [{**left_padded(model, rows[at : at + size]), **call} for at in range(0, len(rows), size)]
             paths = counted.paths[fastest_of(speedups)]
             pairs = timed_in_turn(model, paths, calls, captured, advance)
             fastest, measured = figures_of(pairs, paths, len(calls))
@@ -141,7 +142,6 @@ def _check(model: Any, prompts: Sequence[torch.Tensor] | None, batch_sizes: Sequ
         raise ValueError(f"max_nodes is {max_nodes}: expected 2 (the root and one guess) to {MAX_NODES:,}.")
     if not batch_sizes or min(batch_sizes) < 1:
         raise ValueError(f"batch_sizes is {list(batch_sizes)}: expected whole numbers above 0.")
-    model._base_reader()  # raises where trees cannot go, before any work is done
 
 
 def count_trees(
@@ -245,12 +245,6 @@ def figures_of(pairs: Pairs, paths: Sequence[Sequence[int]], texts: int) -> tupl
     measured["copies"] = [[count, *(round(value, 4) for value in gain)] for count, gain in gains.items()]
     measured["identical"] = all(torch.equal(one.text, pair[-1].text) for pair in pairs for one in pair.values())
     return {"tree": [*map(list, paths)], "lookup": copies}, measured
-
-
-def batches_of(model: Any, prompts: Sequence[torch.Tensor], size: int) -> list[dict[str, torch.Tensor]]:
-    """The prompts in batches of `size`; for the last one the first are taken again."""
-    rows = [*prompts, *itertools.islice(itertools.cycle(prompts), -len(prompts) % size)]
-    return [left_padded(model, rows[first : first + size]) for first in range(0, len(rows), size)]
 
 
 def interval_of(logs: Sequence[float], texts: int) -> list[float] | None:

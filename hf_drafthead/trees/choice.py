@@ -18,7 +18,7 @@ from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
 from hf_drafthead.generation.state import draft_vocabulary
-from hf_drafthead.generation.tree import COPIES, ROOT_ALONE, DraftTree, Tree, copies_alone
+from hf_drafthead.generation.tree import COPIES, ROOT_ALONE, DraftTree, LookupTree, Tree, copies_alone
 from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, trees_of
 from hf_drafthead.trees.entries import Calibrated, CalibrationKey, matching
 from hf_drafthead.trees.sizes import MOST_LEFT, SizeRule
@@ -67,7 +67,10 @@ def choose(
             copies = calibrated.copies or None if copies is None else copies
     if copies is None:
         return plan
-    plan = plan.with_lookup(copies, longest_match, model.base.config.get_text_config(decoder=True).vocab_size, texts)
+    assert not isinstance(plan.tree, LookupTree)
+    vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
+    tree = LookupTree.around(plan.tree, copies, longest_match, vocabulary)
+    plan = replace(plan, tree=tree, texts=texts, base_decodes=False)
     if plan.sizes is not None:
         return replace(plan, sizes=replace(plan.sizes, tree=plan.tree))
     if key.on_cpu and plan.settings.acceptance == "exact" and copies_alone(plan.tree):
@@ -196,8 +199,7 @@ class Plans:
         most = SLOTS_ON_CPU if model.base.device.type == "cpu" else SLOTS
         self.model, self.slots, self.texts = model, slots or min(wanted or most, most), texts
         self.reader: BaseReader | None = None
-        self.config = model._merged_config(config, {"use_cache": True})[0]
-        self.settings = DraftSettings.from_config(self.config, draft_tree=draft_tree)
+        self.config, self.settings, _ = model._merged_config(config, {"use_cache": True}, draft_tree=draft_tree)
         self.execution = Execution.wanted(model, self.config)
         self.plans: dict[int, DraftPlan] = {}
         measured = draft_tree in (None, AUTO) and model.drafter.copies is None

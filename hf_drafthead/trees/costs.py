@@ -18,7 +18,6 @@ import json
 import math
 import os
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +32,13 @@ from huggingface_hub.utils import WeakFileLock
 from transformers import GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
+from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.bases.hooks import is_hooked
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.bases.releases import CACHE, DynamicCache
 from hf_drafthead.generation.batch import Batch
-from hf_drafthead.generation.entry import prefill
+from hf_drafthead.generation.entry import Asked, prefill
 from hf_drafthead.generation.programs import PROGRAMS, NotCaptured
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution
@@ -62,9 +62,7 @@ CONTRADICTED = 1.5  # times as long, or as short, as known, that steps of a call
 Measured = dict[str, list[float]]  # by what a step does
 _KNOWN: dict[str, Measured] = {}  # what this process has measured or read, by situation
 _DOUBTED: dict[str, float] = {}  # situations, and the seconds after which their costs are measured again
-_MEASURING = threading.Lock()
-if hasattr(os, "register_at_fork"):  # nobody measures in a process that was forked meanwhile
-    os.register_at_fork(after_in_child=_MEASURING._at_fork_reinit)  # type: ignore[attr-defined]
+_MEASURING = new_lock()
 
 
 class Size(NamedTuple):
@@ -281,7 +279,7 @@ def _begun(
     ends = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 1 + (ROUNDS + 1) * (tree.max_depth + 1))])
     rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), rows, PROMPT, prompt.device, samples=False)
     inputs = {"attention_mask": torch.ones_like(prompt), CACHE: DynamicCache()}
-    member = prefill(reader, model.drafter, DraftPlan(tree), prompt, rules, inputs, None)
+    member = prefill(reader, model.drafter, prompt, rules, inputs, Asked(DraftPlan(tree)))
     batch = Batch(model, reader, member.plan, execution, member, timed=True)
     calls.enter_context(contextlib.closing(batch))
 

@@ -3,24 +3,12 @@
 import copy
 
 import pytest
-import transformers
 
-from hf_drafthead.generation import programs
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.batching.requests import TREE
 from tests.generation.agreement import shared_base
-
-
-@pytest.fixture(autouse=True)
-def every_warning_is_shown_anew():
-    """transformers shows the warnings of `warning_once` a single time in a process."""
-    transformers.utils.logging.warning_once.cache_clear()
-
-
-@pytest.fixture
-def untraced(monkeypatch):
-    """Steps of fixed shapes that no compiler has seen, where it does not matter, for tracing is slow."""
-    monkeypatch.setattr(programs, "compiled", lambda function, config: function)
+from tests.generation.conftest import every_warning_is_shown_anew as every_warning_is_shown_anew
+from tests.generation.conftest import untraced as untraced
 
 
 @pytest.fixture(scope="session")

@@ -98,9 +98,9 @@ def test_what_was_answered_is_copied(execution, managed, request):
     manager = managed(MEDUSA.build(base), draft_tree=tree, lookup_texts=named, lookup_answers=True)
     steps = []
     for _ in range(2):
-        before = manager.figures.rows
+        before = manager._figures.rows
         compare(manager, base, asks)
-        steps.append(manager.figures.rows - before)
+        steps.append(manager._figures.rows - before)
     assert steps[1] < 0.6 * steps[0]
 
 
@@ -156,8 +156,8 @@ def test_a_manager_that_was_warmed_up_makes_no_program_for_a_request(
     manager.warmup()
     before = len(recorded)
     assert before >= 2 and torch.equal(torch.get_rng_state(), state)
-    assert not manager.results and manager.metrics()["tokens"] == manager.metrics()["finished"] == 0
-    assert manager.answers.next == 0
+    assert not manager._results and manager.metrics()["tokens"] == manager.metrics()["finished"] == 0
+    assert manager._answers.next == 0
     manager.start()
     compare(
         manager,

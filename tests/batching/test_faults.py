@@ -11,7 +11,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, final
-from tests.batching.test_manager import LONG, SHORT, Gate
+from tests.batching.test_manager import LONG, SHORT, standing
 from tests.families import FAMILIES
 
 PROMPT = [3 + place % 50 for place in range(48)]
@@ -37,27 +37,25 @@ def changed_unseen(base) -> None:
 
 @pytest.mark.parametrize("change, paused", [(changed, True), (changed_unseen, True), (changed, False)])
 def test_new_weights_read_a_prompt_anew(change, paused, own, managed):
-    manager, gate = managed(own), Gate()
-    add(manager, (PROMPT, LONG), streamer=gate)
-    assert gate.reached.wait(60)
+    manager = managed(own)
+    _, go_on = standing(manager, PROMPT)
     if paused:
-        threading.Timer(0.2, gate.opened.set).start()
+        threading.Timer(0.2, go_on).start()
         with manager.pause():
             change(own.base)
     else:
         change(own.base)
-        gate.opened.set()
+        go_on()
     request = [*PROMPT, 5], SHORT
     assert final(manager, add(manager, request)).generated_tokens == alone(own.base, request)
 
 
 def test_a_beginning_is_still_copied_where_nothing_has_changed(own, managed, monkeypatch):
-    manager, gate, copied = managed(own), Gate(), []
-    add(manager, (PROMPT, LONG), streamer=gate)
-    assert gate.reached.wait(60)
-    beginning = manager.batch.beginning
-    monkeypatch.setattr(manager.batch, "beginning", lambda *of: copied.append(beginning(*of)) or copied[-1])
-    gate.opened.set()
+    manager, copied = managed(own), []
+    _, go_on = standing(manager, PROMPT)
+    beginning = manager._batch.beginning
+    monkeypatch.setattr(manager._batch, "beginning", lambda *of: copied.append(beginning(*of)) or copied[-1])
+    go_on()
     request = [*PROMPT, 5], SHORT
     assert final(manager, add(manager, request)).generated_tokens == alone(own.base, request)
     assert copied[-1] is not None
@@ -116,7 +114,7 @@ def test_what_decodes_by_itself_has_log_probabilities_and_streams(settings, gues
 def test_a_handler_is_not_given_what_an_older_request_of_its_id_has_left(guessing, managed):
     manager, older, newer = managed(guessing), ([3, 4, 5], SHORT), ([6, 7], SHORT)
     add(manager, older, request_id="same")
-    while not manager.results:
+    while not manager._results:
         manager.get_result("none", timeout=0.01)
 
     async def ask():

@@ -16,7 +16,7 @@ from hf_drafthead.generation.batch import Batch
 from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import tiny_base
 from tests.batching.requests import TREE, add, alone, final
-from tests.batching.test_manager import LONG, SHORT, Gate
+from tests.batching.test_manager import LONG, SHORT, held, standing  # noqa: F401
 
 TRAINED = (
     "RuntimeError: the model is in training mode, which changes what it computes (attention_dropout=0.3 of "
@@ -40,13 +40,11 @@ def settings(**named) -> GenerationConfig:
 
 def test_a_model_that_is_trained_while_it_serves(dropping, managed):
     """Whoever runs, and whoever comes, is told; nobody gets another text. Back in eval mode it serves on."""
-    manager, gate = managed(dropping), Gate()
-    expected = alone(dropping.base, ([3, 4, 5], LONG))
-    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
-    assert gate.reached.wait(60)
+    manager, expected = managed(dropping), alone(dropping.base, ([3, 4, 5], LONG))
+    name, go_on = standing(manager)
     dropping.train()
     later = add(manager, ([5, 6], SHORT))
-    gate.opened.set()
+    go_on()
     result, other = final(manager, name), final(manager, later)
     assert result.error == other.error == TRAINED and other.generated_tokens == []
     assert result.generated_tokens == expected[: len(result.generated_tokens)]
@@ -101,14 +99,12 @@ def test_a_process_that_ends_with_requests_ends_well():
     assert "terminate called" not in done.stderr
 
 
-def test_a_process_does_not_wait_long_for_a_thread_that_is_held(guessing, managed, monkeypatch):
+def test_a_process_does_not_wait_long_for_a_thread_that_is_held(held, monkeypatch):  # noqa: F811
     monkeypatch.setattr(managers, "LAST_STEP", 0.2)
-    manager, gate = managed(guessing), Gate()
-    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
-    assert gate.reached.wait(60)
+    manager, name, go_on = held
     manager._end_with_process()
     assert manager.is_running()
-    gate.opened.set()
+    go_on()
     assert final(manager, name).error == "RuntimeError: the manager was stopped before this request was finished"
 
 
@@ -133,10 +129,8 @@ def test_an_error_among_the_prompts_of_a_batch_does_not_wait_for_the_others(gues
     assert threading.active_count() <= begun + 1  # but for that of the progress bar
 
 
-def test_an_interrupt_while_a_pause_begins_leaves_no_pause(guessing, managed):
-    manager, gate = managed(guessing), Gate()
-    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
-    assert gate.reached.wait(60)
+def test_an_interrupt_while_a_pause_begins_leaves_no_pause(held):  # noqa: F811
+    manager, name, go_on = held
     waits = threading.Thread(target=interrupt_when, args=(lambda: manager._pauses,))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
     try:
@@ -146,7 +140,7 @@ def test_an_interrupt_while_a_pause_begins_leaves_no_pause(guessing, managed):
     finally:
         signal.signal(signal.SIGINT, before)
     waits.join()
-    gate.opened.set()
+    go_on()
     assert final(manager, name).error is None
 
 

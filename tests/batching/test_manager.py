@@ -1,8 +1,10 @@
 """The loop that a server lives on: what waits, ends, is cancelled or fails, and nothing lost or answered twice."""
 
 import asyncio
+import itertools
 import queue
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -42,14 +44,21 @@ class Gate(BaseStreamer):
         pass
 
 
+def standing(manager, prompt=(3, 4, 5)):
+    """A request in whose middle the thread of a manager stands, and what lets it go on."""
+    gate = Gate()
+    name = add(manager, ([*prompt], LONG), streamer=gate)
+    assert gate.reached.wait(60)
+    return name, gate.opened.set
+
+
 @pytest.fixture
 def held(guessing, managed):
     """A manager whose thread stands in the middle of a request, and what lets it go on."""
-    manager, gate = managed(guessing), Gate()
-    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
-    assert gate.reached.wait(60)
-    yield manager, name, gate.opened.set
-    gate.opened.set()
+    manager = managed(guessing)
+    name, go_on = standing(manager)
+    yield manager, name, go_on
+    go_on()
 
 
 def test_results_are_those_of_transformers(guessing, managed):
@@ -179,13 +188,13 @@ def test_an_object_that_would_end_the_process_ends_its_request(what, call, error
 def test_results_that_were_there_before_their_handler_come_first(guessing, managed, monkeypatch):
     manager, seen = managed(guessing, start=False), []
     name = add(manager, ([3, 4], SHORT), streaming=True)
-    request = manager.known[name]
+    request = manager._known[name]
 
     async def ask() -> None:
         loop = asyncio.get_running_loop()
         request.tokens = [1]
-        manager.deliver(request)
-        later, call_soon = threading.Thread(target=manager.deliver, args=(request,)), loop.call_soon
+        manager._deliver(request)
+        later, call_soon = threading.Thread(target=manager._deliver, args=(request,)), loop.call_soon
 
         def slow(*given, **named):
             monkeypatch.setattr(loop, "call_soon", call_soon)
@@ -228,20 +237,13 @@ def test_a_hard_stop_ends_everything_with_an_error(held):
     assert errors == {"RuntimeError: the manager was stopped before this request was finished"}
 
 
-def test_a_stopped_manager_starts_again(guessing, managed):
-    manager = managed(guessing)
-    manager.stop()
-    manager.start()
-    assert final(manager, add(manager, ([3], SHORT))).error is None
-
-
 def test_a_manager_that_is_started_while_it_drains_goes_on(held, guessing):
     """Those who wait for its end do not wait for ever; what was asked before is finished as well."""
     manager, name, go_on = held
     manager.stop(block=False)
     waiter = threading.Thread(target=manager.join)
     waiter.start()
-    while not manager.changed._waiters:
+    while not manager._changed._waiters:
         waiter.join(0.01)
     manager.start()
     later = add(manager, ([5], SHORT))
@@ -323,7 +325,7 @@ def test_an_error_of_what_all_share_ends_requests_and_not_the_manager(where, gue
         assert result.generated_tokens == (
             expected if result.error is None else expected[: len(result.generated_tokens)]
         )
-    assert final(manager, add(manager, ([5], SHORT))).error is None and not manager.known
+    assert final(manager, add(manager, ([5], SHORT))).error is None and not manager._known
 
 
 def test_calls_that_would_wait_for_their_own_thread_are_refused(guessing, managed):
@@ -405,31 +407,17 @@ def test_an_event_loop_does_not_wait_for_the_queue(guessing, managed, monkeypatc
         asyncio.run(ask("third", []))
     with pytest.raises(ValueError, match="'first' has a handler, and is not finished yet: give another"):
         asyncio.run(ask("first", [6]))
-    assert [*manager.handlers] == ["first"]
+    assert [*manager._handlers] == ["first"]
 
 
 def test_several_threads_ask_at_once(guessing, managed):
-    manager, texts = managed(guessing), {}
-
-    def ask(start: int) -> None:
-        for number in range(5):
-            settings = {
-                "max_new_tokens": 10 + number,
-                "eos_token_id": None,
-                "do_sample": start % 2 == 1,
-                "seed": number,
-            }
-            name = add(manager, ([start, 5 + number], settings))
-            texts[start, number] = final(manager, name).generated_tokens, settings
-
-    threads = [threading.Thread(target=ask, args=(start,)) for start in range(3, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(texts) == 30
-    for (start, number), (text, settings) in texts.items():
-        assert text == alone(guessing.base, ([start, 5 + number], settings))
+    manager, requests = managed(guessing), []
+    for start, number in itertools.product(range(3, 9), range(5)):
+        settings = {"max_new_tokens": 10 + number, "eos_token_id": None, "do_sample": start % 2 == 1, "seed": number}
+        requests.append(([start, 5 + number], settings))
+    with ThreadPoolExecutor(6) as pool:
+        results = pool.map(lambda request: final(manager, add(manager, request)), requests)
+        assert [each.generated_tokens for each in results] == [alone(guessing.base, request) for request in requests]
 
 
 def test_nothing_is_decoded_while_it_is_paused(guessing, managed):
@@ -455,22 +443,7 @@ def test_results_go_to_a_handler_on_the_event_loop(guessing, managed):
         return await asyncio.gather(*map(ask, range(3, 9)))
 
     assert asyncio.run(ask_all()) == [alone(guessing.base, ([start], SHORT)) for start in range(3, 9)]
-    assert not manager.handlers and not manager.results
-
-
-def test_a_handler_is_not_taken_from_a_request_that_runs(held):
-    """Who has registered it would wait for ever."""
-    manager, name, go_on = held
-
-    async def ask() -> str:
-        done = asyncio.get_running_loop().create_future()
-        manager.register_result_handler(name, lambda result: result.is_finished() and done.set_result(result.error))
-        with pytest.raises(ValueError, match=f"the request '{name}' has a handler, and is not finished yet"):
-            manager.register_result_handler(name, print)
-        go_on()
-        return await done
-
-    assert asyncio.run(ask()) is None
+    assert not manager._handlers and not manager._results
 
 
 def test_what_cannot_share_a_batch_runs_between_two_steps_and_can_be_cancelled(held, guessing):
@@ -526,6 +499,7 @@ def test_a_model_in_training_decodes_by_the_base(managed):
         ([3], {"seed": True}, "seed is True: expected a whole number, of 64 bits."),
         ([3], {"draft_tree": [[0]]}, "draft_tree: steps are shared, give it to init_continuous_batching."),
         ([3], {"lookup_texts": [[3]]}, "lookup_texts: steps are shared, give it to init_continuous_batching."),
+        ([3], {"acceptance": "typical"}, "acceptance: steps are shared, give it to init_continuous_batching."),
     ],
 )
 def test_bad_requests_are_refused_in_one_line(prompt, settings, line, guessing, managed):
@@ -552,7 +526,7 @@ def test_a_prompt_that_is_longer_than_the_base_s_table_of_positions(managed):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("kind", ["a cache", "a static cache", "an assistant", "a loop", "beams", "typical acceptance"])
+@pytest.mark.parametrize("kind", ["a cache", "a static cache", "an assistant", "a loop"])
 def test_what_others_cannot_share_is_decoded_alone_with_one_warning(kind, held, guessing, caplog, monkeypatch):
     if kind == "an assistant":  # transformers calls it in a way that it deprecates
         monkeypatch.setattr(transformers.generation.utils.logger, "warning_once", lambda *given: None)
@@ -563,13 +537,7 @@ def test_what_others_cannot_share_is_decoded_alone_with_one_warning(kind, held, 
         "a static cache": lambda: {CACHE: StaticCache(config=base.config, max_cache_len=64)},
         "a loop": lambda: {"custom_generate": lambda model, input_ids, **named: input_ids.repeat(1, 2)},
         "an assistant": lambda: {"assistant_model": drafter},
-        "beams": lambda: {"num_beams": 2},
-        "typical acceptance": lambda: {"acceptance": "typical", "do_sample": True, "seed": 3},
     }[kind]
-    if kind == "typical acceptance":
-        with pytest.raises(ValueError, match="acceptance: steps are shared, give it to init_continuous_batching"):
-            add(manager, ([5, 6], {**SHORT, **settings()}))
-        return
     request = add(manager, ([5, 6], {**SHORT, **settings()}))
     go_on()
     result = final(manager, request)
@@ -581,12 +549,11 @@ def test_what_others_cannot_share_is_decoded_alone_with_one_warning(kind, held, 
 def test_a_model_that_is_moved_while_it_serves(managed):
     """Those that run end with one line; later ones have the text of the model as it is."""
     model = MEDUSA.build(tiny_base("llama-gqa", dtype=torch.float32))
-    manager, gate = managed(model, draft_tree=[[0]]), Gate()
-    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
-    assert gate.reached.wait(60)
+    manager = managed(model, draft_tree=[[0]])
+    name, go_on = standing(manager)
     model.double()
     later = add(manager, ([5, 6], SHORT))
-    gate.opened.set()
+    go_on()
     assert final(manager, name).error == (
         "RuntimeError: the model was moved from float32 on cpu to float64 on cpu while it served: requests that ran "
         "are lost; stop() the manager before, and start() it behind that."
@@ -598,14 +565,13 @@ def test_a_model_that_is_given_other_heads_while_it_serves(managed):
     """Those that run go on with the heads that they began with; others wait for them, and begin with the new ones."""
     base = tiny_base("llama-gqa", dtype=torch.float32)
     model, other = MEDUSA.build(base), MEDUSA.build(base)
-    manager, gate, asked = managed(model, draft_tree=[[0]]), Gate(), []
-    name = add(manager, ([3, 4, 5], LONG), streamer=gate)
-    assert gate.reached.wait(60)
+    manager, asked = managed(model, draft_tree=[[0]]), []
+    name, go_on = standing(manager)
     model.drafter = other.drafter
     expand = other.drafter.expand
     other.drafter.expand = lambda *given: asked.append(manager.metrics()["running"]) or expand(*given)
     later = [add(manager, ([5, number], SHORT)) for number in range(3, 6)]
-    gate.opened.set()
+    go_on()
     assert final(manager, name).generated_tokens == alone(base, ([3, 4, 5], LONG))
     for number, request in zip(range(3, 6), later):
         assert final(manager, request).generated_tokens == alone(base, ([5, number], SHORT))
@@ -641,10 +607,10 @@ def test_generate_batch_as_transformers_calls_it(guessing):
 def test_the_laws_of_the_loop_can_fail(fault, guessing, managed, monkeypatch):
     manager = managed(guessing, start=False, slots=2)
     if fault == "never joined":
-        monkeypatch.setattr(manager, "_join", lambda batch, member: None)
+        monkeypatch.setattr(SharedBatch, "join", lambda *given: None)
     elif fault == "delivered twice":
-        deliver = manager.deliver
-        monkeypatch.setattr(manager, "deliver", lambda request: (deliver(request), deliver(request)))
+        deliver = manager._deliver
+        monkeypatch.setattr(manager, "_deliver", lambda request: (deliver(request), deliver(request)))
     else:
         monkeypatch.setattr(rows, "vacate", lambda state, row: None)
         monkeypatch.setattr(SharedBatch, "leave", lambda self, rows: None)

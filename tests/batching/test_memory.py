@@ -43,4 +43,4 @@ def test_requests_that_join_and_leave_leave_no_memory_behind(guessing, managed):
     print(f"{before:,} bytes behind {FIRST:,} requests, {after:,} behind {LATER:,} more: {after / before - 1:+.2%}")
     assert after <= 1.02 * before
     tracker = manager
-    assert not (tracker.known or tracker.results or tracker.handlers or tracker.waiting)
+    assert not (tracker._known or tracker._results or tracker._handlers or tracker._waiting)

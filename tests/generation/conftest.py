@@ -12,18 +12,26 @@ pytest.register_assert_rewrite("tests.drafters", "tests.generation.agreement")
 FALLBACK = "Draft heads are not used"
 
 
-class Notices(logging.Handler):
-    """Collects the reasons for which the base decoded by itself."""
+class Lines(logging.Handler):
+    """Collects what is logged; of lines that begin so, what stands behind the colon."""
 
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.reasons: list[str] = []
+    def __init__(self, begin: str = ""):
+        super().__init__()
+        self.begin, self.lines = begin, list[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep the record if it tells of a fallback."""
+        """Keep the line."""
         message = record.getMessage()
-        if message.startswith(FALLBACK):
-            self.reasons.append(message.split(": ", 1)[1])
+        if message.startswith(self.begin):
+            self.lines.append(message.split(": ", 1)[1] if self.begin else message)
+
+
+def listening(begin: str = ""):
+    """What is logged during a test."""
+    handler, logger = Lines(begin), logging.getLogger("hf_drafthead")
+    logger.addHandler(handler)
+    yield handler.lines
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)
@@ -35,32 +43,13 @@ def every_warning_is_shown_anew():
 @pytest.fixture
 def fallbacks():
     """The reasons of all fallbacks during the test."""
-    handler = Notices()
-    logger = logging.getLogger("hf_drafthead")
-    logger.addHandler(handler)
-    yield handler.reasons
-    logger.removeHandler(handler)
-
-
-class Lines(logging.Handler):
-    """Collects every line that is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the line."""
-        self.lines.append(record.getMessage())
+    yield from listening(FALLBACK)
 
 
 @pytest.fixture
 def notices():
     """All lines that are logged during the test."""
-    handler, logger = Lines(), logging.getLogger("hf_drafthead")
-    logger.addHandler(handler)
-    yield handler.lines
-    logger.removeHandler(handler)
+    yield from listening()
 
 
 @pytest.fixture

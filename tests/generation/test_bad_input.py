@@ -13,12 +13,6 @@ SETTINGS = {
         ValueError,
         r"^acceptance is 'lossy': expected one of 'exact', 'typical'\.$",
     ),
-    "no acceptance": (
-        {"acceptance": ""},
-        ValueError,
-        r"^acceptance is '': expected one of 'exact', 'typical'\.$",
-    ),
-    "acceptance by number": ({"acceptance": 1}, TypeError, r"^acceptance is 1 \(int\): expected one of 'exact'"),
     "acceptance by truth": ({"acceptance": False}, TypeError, r"^acceptance is False \(bool\): expected one of"),
     "acceptance in a list": (
         {"acceptance": ["exact"]},
@@ -29,11 +23,6 @@ SETTINGS = {
         {"posterior_threshold": 1.5},
         ValueError,
         r"^posterior_threshold is 1.5: expected a number from 0 to 1\.$",
-    ),
-    "threshold below 0": (
-        {"posterior_threshold": -0.1},
-        ValueError,
-        r"^posterior_threshold is -0.1: expected a number",
     ),
     "no number": ({"posterior_alpha": float("nan")}, ValueError, r"^posterior_alpha is nan: expected a number from 0"),
     "alpha as text": (
@@ -75,24 +64,13 @@ def model():
 
 @pytest.mark.parametrize("settings, error, text", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("where", ["call", "generation config"])
-def test_a_setting_that_cannot_be_is_refused(where, settings, error, text, model):
-    (name, value) = next(iter(settings.items()))
-    if where == "call":
-        with pytest.raises(error, match=text):
-            model.generate(**prompt(), max_new_tokens=3, **settings)
-        return
-    config = model.generation_config
-    missing = object()
-    before = getattr(config, name, missing)
-    setattr(config, name, value)
-    try:
-        with pytest.raises(error, match=text):
-            model.generate(**prompt(), max_new_tokens=3)
-    finally:
-        if before is missing:
-            delattr(config, name)
-        else:
-            setattr(config, name, before)
+def test_a_setting_that_cannot_be_is_refused(where, settings, error, text, model, monkeypatch):
+    if where == "generation config":
+        for name, value in settings.items():
+            monkeypatch.setattr(model.generation_config, name, value, raising=False)
+        settings = {}
+    with pytest.raises(error, match=text):
+        model.generate(**prompt(), max_new_tokens=3, **settings)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +121,6 @@ def test_embeddings_beside_an_empty_prompt_are_no_empty_prompt(model):
 
 COPIED = {
     "no copies": ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0: expected a whole number"),
-    "fewer copies": ({"prompt_lookup_num_tokens": -3}, "prompt_lookup_num_tokens is -3: expected a whole number"),
     "half a copy": ({"prompt_lookup_num_tokens": 2.5}, "prompt_lookup_num_tokens is 2.5: expected a whole number"),
     "no match": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
     "copies alone": ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
@@ -177,7 +154,7 @@ def test_settings_are_checked_before_a_fallback_too(model):
         model.generate(**prompt(), max_new_tokens=3, num_beams=2, acceptance="lossy")
 
 
-@pytest.mark.parametrize("name", ["copies", "chooses", "reader", "settled"])
+@pytest.mark.parametrize("name", ["copies", "chooses", "reader", "settled", "generator"])
 def test_what_is_no_argument_of_generate_is_refused_as_by_the_base(name):
     model = FAMILIES[0].build(shared_base("llama-gqa"))
     for one in (model.base, model):

@@ -50,7 +50,7 @@ def paths_of(topology, row: int) -> list[list[int]]:
 
 @every_base
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("tree", [TREE, DraftTree.root_alone()], ids=["tree", "root alone"])
+@pytest.mark.parametrize("tree", [TREE, DraftTree([])], ids=["tree", "root alone"])
 def test_every_node_has_the_logits_of_a_plain_forward_over_its_path(tree, rows, kind, attention, monkeypatch):
     base = shared_base(kind, attn_implementation=attention)
     inputs = ragged(rows, attention)

@@ -8,7 +8,7 @@ from transformers import CompileConfig, DynamicCache
 
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.bases.slots import SlotCache
-from tests.drafters import Drafted, half_right, right
+from tests.drafters import half_right, right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, Agreement, agree, prompt, shared_base
 
@@ -211,35 +211,6 @@ def test_the_user_s_own_cache_is_brought_up_to_date_in_place(in_dict, kind):
         expected, got = expected.sequences, got.sequences
     assert torch.equal(got, expected)
     same_cache(mine, theirs)
-
-
-@every_kind
-def test_a_conversation_turn_by_turn(kind):
-    base = base_of(kind)
-    model = FAMILIES[-1].build(base)
-    caches = DynamicCache(config=base.config), DynamicCache(config=base.config)
-    texts = [prompt()["input_ids"]] * 2
-    for turn in range(4):
-        more = torch.tensor([[11 + turn, 40 - turn]])
-        expected = base.generate(torch.cat([texts[0], more], 1), **{CACHE: caches[0]}, max_new_tokens=5)
-        got = model.generate(torch.cat([texts[1], more], 1), **{CACHE: caches[1]}, max_new_tokens=5, draft_tree=TREE)
-        assert torch.equal(got, expected)
-        same_cache(*caches)
-        texts = [expected, got]
-
-
-@every_kind
-def test_the_base_goes_on_from_the_model_s_cache_and_the_model_from_the_base_s(kind):
-    base = base_of(kind)
-    model = Drafted(base, FAMILIES[0].build(base).drafter)
-    call = {"return_dict_in_generate": True, "eos_token_id": None}
-    once = base.generate(**prompt(), max_new_tokens=24, eos_token_id=None)
-    halves = []
-    for first, second in ((base, model), (model, base)):
-        half = first.generate(**prompt(), **call, max_new_tokens=11)
-        halves.append(second.generate(half.sequences, **call, max_new_tokens=13, **{CACHE: half[CACHE]}))
-    for half in halves:
-        assert torch.equal(half.sequences, once)
 
 
 def test_no_cache_is_filled_that_nobody_will_see(monkeypatch):

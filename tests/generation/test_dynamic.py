@@ -86,15 +86,6 @@ def test_exact_whatever_the_call_decides_by(call):
     agree(inputs=prompt(3), call={**LONG, **call}, tree="dynamic", draft={"per_node": True, "max_depth": 3})
 
 
-def test_typical_acceptance_takes_a_tree_of_its_own_in_every_row():
-    model = FAMILIES[0].build(tiny_base("llama-gqa"))
-    torch.manual_seed(0)
-    text = model.generate(
-        **prompt(3), **LONG, do_sample=True, acceptance="typical", draft_tree="dynamic", return_dict_in_generate=True
-    )
-    assert text.sequences.shape[1] == prompt(3)["input_ids"].shape[1] + 20 and (text.accepted_lengths > 0).any()
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle3", "draft-model"])
 def test_exact_captured_or_not(name, fallbacks):
@@ -108,16 +99,6 @@ def test_exact_captured_or_not(name, fallbacks):
     assert torch.equal(captured.sequences, plain.sequences)
     assert torch.equal(captured.accepted_lengths, plain.accepted_lengths)
     assert fallbacks == []
-
-
-def test_the_setting_is_saved_with_the_heads(tmp_path):
-    model = FAMILIES[0].build(tiny_base("llama-gqa"))
-    model.generation_config.draft_tree = {"dynamic": {"nodes": 6}}
-    model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, base_model=model.base)
-    nodes = set()
-    loaded.generate(**prompt(), **LONG, on_step=lambda record: nodes.add(record.drafted) if record.step else None)
-    assert nodes == {6}
 
 
 def test_the_name_is_cut_to_the_heads_and_tokens_there_are():

@@ -75,49 +75,11 @@ def test_with_every_kind_of_drafter(rows, keeps_history, per_node):
     agree(inputs=prompt(rows), call={"max_new_tokens": 30}, draft=draft)
 
 
-def test_rows_of_a_batch_advance_at_their_own_pace():
-    accepted = agree(inputs=prompt(4), call={"max_new_tokens": 24}).got.accepted_lengths
-    assert any(len(set(step.tolist())) > 1 for step in accepted.T)
-
-
-def test_a_row_is_the_same_alone_and_in_a_batch():
-    base, inputs = shared_base("llama-gqa"), prompt(4)
-    together = agree(base, inputs, call={"max_new_tokens": 16}).got.sequences
-    for row, mask in enumerate(inputs["attention_mask"].bool()):
-        alone = agree(base, {"input_ids": inputs["input_ids"][row : row + 1, mask]}, call={"max_new_tokens": 16})
-        assert torch.equal(alone.got.sequences[0, -16:], together[row, -16:])
-
-
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-5), (torch.float32, 1e-3)], ids=str)
-def test_under_eager_attention(dtype, tolerance):
-    base, inputs = shared_base("llama-gqa", attn_implementation="eager", dtype=dtype), prompt(4)
-    if dtype == torch.float64:  # in which padding gives what is no number
-        inputs = {"input_ids": inputs["input_ids"].clamp_min(3)}
-    agree(base, inputs, call={"max_new_tokens": 20}, tolerance=tolerance)
-
-
 def test_after_a_change_of_attention_implementation():
     base = tiny_base("llama-gqa")
     agree(base, prompt(), call={"max_new_tokens": 8}, tolerance=1e-5)
     base.set_attn_implementation("eager")
     agree(base, prompt(), call={"max_new_tokens": 8}, tolerance=1e-5)
-
-
-def test_under_autocast():
-    base = shared_base("llama", dtype=torch.float32)
-    model = FAMILIES[0].build(base)
-    model.generate(**prompt(2), max_new_tokens=2)  # probes without it
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got = model.generate(**prompt(2), max_new_tokens=9, return_dict_in_generate=True)
-    assert got.accepted_lengths is not None and got.sequences.shape[1] <= 18
-
-
-def test_without_a_dict_the_tokens_alone_are_returned():
-    base = shared_base("llama")
-    model = FAMILIES[0].build(base)
-    expected = base.generate(**prompt(2), max_new_tokens=9)
-    got = model.generate(**prompt(2), max_new_tokens=9, draft_tree=TREE)
-    assert type(got) is torch.Tensor and torch.equal(got, expected)
 
 
 def test_num_return_sequences():

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
 )
 CUDA = torch.device("cuda:0")
 MODE = FakeTensorMode()
-TREES = {"static": TREE, "dynamic": {"dynamic": {"nodes": 8, "depth": 3, "width": 3}}, "root": DraftTree.root_alone()}
+TREES = {"static": TREE, "dynamic": {"dynamic": {"nodes": 8, "depth": 3, "width": 3}}, "root": DraftTree([])}
 CALLS = {
     "greedy": {},
     "lookup": {"prompt_lookup_num_tokens": 4},

@@ -5,18 +5,17 @@ import copy
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.utils import ModelOutput
 
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.probe import attention_windows
 from hf_drafthead.bases.releases import CACHE, check_length
-from tests.base_table import tiny
 from tests.bases import SIZES, SPECIAL, tiny_base
 from tests.drafters import Drafted
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, prompt, shared_base
+from tests.generation.test_stopping import tokenizer  # noqa: F401
 
 
 def sampled_by_hand(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -200,19 +199,9 @@ def test_rotary_frequencies_that_change_with_the_length(given, fallbacks):
     check(base, lambda base: make(), reason, fallbacks, inputs)
 
 
-def test_token_healing(fallbacks):
-    symbols = ["<pad>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"]
-    letters = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=[]))
-    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    letters.decoder = decoders.ByteLevel()
-    names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, **names)
-    check(
-        shared_base("llama"),
-        lambda base: {"token_healing": True, "tokenizer": tokenizer},
-        "token healing",
-        fallbacks,
-    )
+def test_token_healing(tokenizer, fallbacks):  # noqa: F811
+    healed = {"token_healing": True, "tokenizer": tokenizer}
+    check(shared_base("llama"), lambda base: healed, "token healing", fallbacks)
 
 
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
@@ -234,12 +223,6 @@ def test_what_fails_on_the_base_fails_alike_on_the_model():
         assert str(by_model.value) == str(by_base.value)
 
 
-def test_a_tree_is_used_again_after_a_fallback(fallbacks):
-    base = shared_base("llama")
-    check(base, lambda base: {"num_beams": 2}, "beam search", fallbacks)
-    agree(base, call={"max_new_tokens": 6})
-
-
 def test_layers_whose_masks_are_unknown():
     config = shared_base("llama").config.__class__(**SIZES)
     config.layer_types = ["full_attention", "compressed_attention"]
@@ -256,19 +239,6 @@ def test_fresh_heads_on_a_base_that_never_drafts_say_so_at_once(fallbacks, caplo
     assert "These heads will never draft, the base will decode by itself: the base does not honour" in caplog.text
     caplog.clear()
     assert FAMILIES[0].build(shared_base("llama")).why_no_drafts() is None and caplog.text == ""
-
-
-@pytest.mark.parametrize("kind", ["gemma3", "qwen2_5_vl"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_call_without_images_drafts(kind, rows, fallbacks):
-    base = tiny(kind)
-    model = FAMILIES[0].build(base)
-    for names in ((), ("token_type_ids" if kind == "gemma3" else "mm_token_type_ids",)):
-        call = {**prompt(rows), "max_new_tokens": 12, "do_sample": False}
-        call |= {name: torch.zeros_like(call["input_ids"]) for name in names}
-        got = model.generate(**call, draft_tree=TREE, return_dict_in_generate=True)
-        assert torch.equal(got.sequences, base.generate(**call)) and got.accepted_lengths is not None
-    assert fallbacks == []
 
 
 def test_chunks_of_attention_are_a_reason_beyond_the_first(fallbacks):

@@ -18,18 +18,6 @@ families = pytest.mark.parametrize(
 )
 
 
-class Fails:
-    """Raises at its fourth call."""
-
-    def __init__(self, error):
-        self.error, self.left = error, 4
-
-    def count(self):
-        self.left -= 1
-        if not self.left:
-            raise self.error
-
-
 def same(model, rows=1, **call):
     """The model's next call gives the base's text."""
     own = {name: call.pop(name) for name in ("draft_tree", "compile_config") if name in call}
@@ -41,15 +29,16 @@ def same(model, rows=1, **call):
     return got
 
 
-class FailingHook(Fails):
+class FailingHook:
     """A hook that raises once, at some forward of a module."""
 
     def __init__(self, error, at):
-        super().__init__(error)
-        self.left = at
+        self.error, self.left = error, at
 
     def __call__(self, *given):
-        self.count()
+        self.left -= 1
+        if not self.left:
+            raise self.error
 
 
 @pytest.mark.few(4)

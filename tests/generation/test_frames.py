@@ -35,11 +35,6 @@ def blocks():
         pytest.skip("this interpreter keeps the blocks of its frames")
 
 
-@BLOCKS
-def test_what_a_call_costs_does_not_depend_on_how_deep_its_caller_is(blocks):
-    assert most_faults(with_room(calls)) < CALLS / 10
-
-
 @pytest.mark.few(1)
 @BLOCKS
 @pytest.mark.parametrize("drafts", [True, False], ids=["drafted", "base"])

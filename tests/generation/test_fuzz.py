@@ -74,9 +74,10 @@ optional = {
 }
 sampling = {
     "do_sample": st.just(True),
-    "temperature": st.floats(0.3, 2.0),
+    "temperature": st.floats(0.2, 2.0),
     "top_k": st.integers(0, 20),
     "top_p": st.floats(0.3, 1.0),
+    "min_p": st.floats(0.0, 0.3),
 }
 tokens = st.lists(st.integers(2, VOCABULARY - 1), min_size=1, max_size=4, unique=True)
 
@@ -173,90 +174,45 @@ def test_the_model_says_what_the_base_says(kinds, untraced):
 
 
 model_of = functools.cache(lambda place, kind: FAMILIES[place].build(base_of(kind)))
-shapes = trees() | st.sampled_from([DynamicTree(8, 2, 3), DynamicTree(12, 3, 3), "lookup"])
+# Those whose state is of a kind of its own: levels of modules, blocks, paths with a memory, the base's keys.
+OF_ITS_OWN = ("peagle", "mtp", "mtp-modules", "dflash", "dflash2", "dflash2-variants", "dspark", "dspark-variants")
+OF_ITS_OWN += ("gemma4-assistant",)
+CASES = {one.name: ([place], [*KEYS, "gemma4-sharing"]) for place, one in enumerate(FAMILIES) if one.name in OF_ITS_OWN}
+CASES |= {"all": ([*range(len(FAMILIES))], KEYS), "all on states": ([*range(len(FAMILIES))], STATES)}
+shapes = trees() | st.sampled_from(["dynamic", DynamicTree(8, 2, 3), "lookup"])
 
 
-def drafted_by_heads(accepted, place, kind, tree, copies, rows, seed, call, fixed):
-    """One call of a family's heads on a base that keeps states: its text, and the generator where it leaves it."""
-    model, inputs = model_of(place, kind), prompt(rows, seed=seed)
-    deepest = model.drafter.max_depth or 5
-    tree = [path for path in tree if len(path) <= deepest] if isinstance(tree, list) else tree
+def drafted_by_heads(accepted, place, kind, tree, copies, rows, longest, seed, call, stops, fixed):
+    """One call of a family's heads: the text, the numbers and the generator are the base's."""
+    model, inputs = model_of(place, kind), prompt(rows, longest=longest, seed=seed)
+    if isinstance(tree, list):
+        first = [[rank] for rank in range(6)]  # heads of random weights are seldom right
+        tree = first + [path for path in tree if path not in first and len(path) <= (model.drafter.max_depth or 5)]
     copies = copies or (3 if tree == "lookup" else None)
-    torch.manual_seed(seed)
-    expected = model.base.generate(**inputs, **call, return_dict_in_generate=True)
-    left_at = torch.get_rng_state()
-    torch.manual_seed(seed)
+
+    def said(generate, **more):
+        ends = {} if stops is None else {"stopping_criteria": StoppingCriteriaList([Ends(stops)])}
+        torch.manual_seed(seed)
+        return generate(**inputs, **call, **ends, **more, return_dict_in_generate=True), torch.get_rng_state()
+
+    expected, left_at = said(model.base.generate)
     how = {"compile_config": CompileConfig()} if fixed else {}
     how |= {} if copies is None else {"prompt_lookup_num_tokens": copies}
-    found = model.generate(**inputs, **call, **how, draft_tree=tree, return_dict_in_generate=True)
-    assert found.accepted_lengths is not None, "the base decoded by itself"
-    assert torch.equal(found.sequences, expected.sequences)
-    assert torch.equal(torch.get_rng_state(), left_at)
+    found, left_at_by_ours = said(model.generate, draft_tree=tree, **how)
+    assert torch.equal(found.sequences, expected.sequences) and torch.equal(left_at_by_ours, left_at)
     same_numbers(expected, found, 3e-4)
-    accepted.append(bool((found.accepted_lengths > 1).any()))
+    # rows that end without padding leave a base with states to itself
+    assert found.accepted_lengths is not None or (kind in STATES and stops is not None)
+    accepted.append(found.accepted_lengths is not None and bool((found.accepted_lengths > 1).any()))
 
 
-@pytest.mark.slow
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-def test_heads_say_what_a_base_with_states_says(untraced):
-    accepted = []
-    of_heads = {"place": st.integers(0, len(FAMILIES) - 1), "kind": st.sampled_from(STATES), "tree": shapes}
-    of_heads |= {"copies": st.none() | st.integers(1, 6), "rows": st.integers(1, 4), "seed": st.integers(0, 1000)}
-    fuzz(drafted_by_heads, **of_heads, call=calls(), fixed=st.booleans())(accepted)
+@pytest.mark.parametrize("places, kinds", CASES.values(), ids=CASES)
+def test_heads_say_what_the_base_says_whatever_is_asked(places, kinds, untraced):
+    accepted, heads = [], {"place": st.sampled_from(places), "kind": st.sampled_from(kinds), "tree": shapes}
+    heads |= {"copies": st.none() | st.integers(1, 6), "rows": st.integers(1, 4), "longest": st.integers(1, 10)}
+    heads |= {"seed": st.integers(0, 1000), "stops": st.none() | tokens, "call": calls(), "fixed": st.booleans()}
+    fuzz(drafted_by_heads, **heads)(accepted)
     print(f"{len(accepted)} examples, {sum(accepted)} with an accepted guess")
-    assert len(accepted) >= EXAMPLES
-
-
-# Those whose state is of a kind of its own: levels of modules, blocks, paths with a memory, the base's keys.
-FUZZED = (
-    "peagle",
-    "mtp",
-    "mtp-modules",
-    "dflash",
-    "dflash2",
-    "dflash2-variants",
-    "dspark",
-    "dspark-variants",
-    "gemma4-assistant",
-)
-FEW = int(os.environ.get("FUZZ_EXAMPLES", "6"))
-
-
-@pytest.mark.few(1)
-@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
-@pytest.mark.parametrize("family", [one for one in FAMILIES if one.name in FUZZED], ids=lambda one: one.name)
-def test_heads_say_what_the_base_says_whatever_is_asked(family, untraced):
-    accepted, heads = [], functools.cache(lambda kind: family.build(shared_base(kind)))
-
-    @settings(max_examples=FEW, derandomize=True, deadline=None, database=None)
-    @given(
-        kind=st.sampled_from(["llama-gqa", "mistral-sliding", "qwen3", "gemma4-sharing"]),
-        tree=trees() | st.just("dynamic"),
-        rows=st.integers(1, 3),
-        longest=st.integers(1, 10),
-        seed=st.integers(0, 1000),
-        call=calls(),
-        stops=st.none() | tokens,
-        lookup=st.none() | st.integers(1, 3),
-    )
-    def drafted(kind, tree, rows, longest, seed, call, stops, lookup):
-        model, inputs = heads(kind), prompt(rows, longest=longest, seed=seed)
-        depth = model.drafter.max_depth or 5
-        tree = tree if tree == "dynamic" else [path for path in tree if len(path) <= depth]
-        how = call | {"return_dict_in_generate": True, "max_new_tokens": min(call["max_new_tokens"], 16)}
-
-        def said(generate, **more):
-            ends = {} if stops is None else {"stopping_criteria": StoppingCriteriaList([Ends(stops)])}
-            torch.manual_seed(seed)
-            return generate(**inputs, **how, **ends, **more), torch.get_rng_state()
-
-        expected, after = said(model.base.generate)
-        copies = {} if lookup is None else {"prompt_lookup_num_tokens": lookup}
-        found, after_ours = said(model.generate, draft_tree=tree, **copies)
-        assert torch.equal(found.sequences, expected.sequences) and torch.equal(after_ours, after)
-        drafts = found.accepted_lengths
-        accepted.append(drafts is not None and bool((drafts > 1).any()))
-
-    drafted()
-    print(f"{family.name}: {len(accepted)} examples, {sum(accepted)} with an accepted guess")
-    assert len(accepted) >= FEW and any(accepted)
+    assert len(accepted) >= EXAMPLES and any(accepted)

@@ -273,13 +273,3 @@ def test_a_prompt_that_ends_within_an_image_turns_off_no_other(kind, fallbacks):
     assert not drafted(model, {**tall, **GREEDY})
     assert fallbacks == ["a row of the prompt ends where its positions have several axes that differ."]
     assert drafted(model, {**call_with_images(kind, [0]), "do_sample": False})
-
-
-def test_positions_of_several_axes_are_tried_as_well(fallbacks):
-    """Positions of the caller's own, which are not those of a text: Qwen's bases have three per token."""
-    base, ids = tiny("qwen2_5_vl"), prompt()["input_ids"]
-    positions = torch.arange(9).repeat(3, 1, 1)
-    positions[0, :, 3:] += 5
-    call = {"input_ids": ids, "position_ids": positions, **GREEDY}
-    assert not drafted(FAMILIES[0].build(base), call)
-    assert fallbacks == ["a row of the prompt ends where its positions have several axes that differ."]

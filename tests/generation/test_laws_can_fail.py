@@ -29,6 +29,75 @@ def breaks(guess=half_right, rows: int = 1, match: str | None = None, **argument
         agree(inputs=prompt(rows), guess=guess, **{"call": LONG, **arguments})
 
 
+def opened(plain):
+    """All but the root and the first guess see the first guess."""
+
+    def mask(self, ancestors, *arguments, **named):
+        seen = plain(self, ancestors, *arguments, **named)
+        if ancestors.shape[1] > 3:
+            seen[..., 2:, 1] = 0
+        return seen
+
+    return mask
+
+
+def of_another_node(commit):
+    """The text is right all the same: only the drafter's own look finds it."""
+    return lambda self, rows, state, features, *rest: commit(self, rows, state, features.roll(1, dims=1), *rest)
+
+
+def refuse(*arguments):
+    raise Unsupported("no reason")
+
+
+ONCE, SAMPLED = {"call": {**LONG, "no_repeat_ngram_size": 1}}, {"call": {**LONG, "do_sample": True}}
+STATES = {"match": "(no hidden state of|does not follow) position"}
+FAULTS = {  # what is replaced, by what it is made; the numbers of rows and the calls that find it
+    "a wrong node is kept": (
+        SlotCache, "keep", lambda keep: lambda self, nodes, *of: keep(self, nodes - (nodes > 1).long(), *of), (1, 3), {}
+    ),
+    "rows of the cache are mixed up": (
+        SlotCache, "keep", lambda keep: lambda self, nodes, *of: keep(self, nodes.flip(0), *of), (3,), {}
+    ),
+    "positions are off by one": (
+        BaseReader, "nodes", lambda nodes: lambda self, tokens, shape, cache, positions, *of:
+        nodes(self, tokens, shape, cache, positions + (shape.depths > 1), *of), (1, 3), {"guess": right}
+    ),
+    "siblings see each other": (SlotCache, "mask", opened, (1, 3), {}),
+    "padding is seen": (BaseReader, "nodes", lambda nodes: lambda *given: nodes(*given[:-1], None), (4,), {}),
+    "processors are skipped": (rules.Rules, "_process", lambda _: lambda self, rows, logits, *of: logits, (1, 3), ONCE),
+    "processors see another prefix": (
+        rules.Rules, "_process", lambda process: lambda *given:
+        process(*given[:-1], [length - 1 for length in given[-1]]), (1, 3), ONCE
+    ),
+    "rows that lag draw other noise": (
+        noise.NoiseTape, "noise", lambda drawn: lambda *given:
+        (drawn(*given), torch.rand(3, VOCABULARY) + 0.1)[1], (3,), SAMPLED
+    ),
+    "the generator is left where the fastest row was": (
+        noise.RandomNumbers, "chosen", lambda _: lambda self, positions: None, (3,), SAMPLED
+    ),
+    "hidden states are another node's": (step.Stages, "commit", of_another_node, (1, 3), STATES),
+    "hidden states of a memory are another node's": (
+        step.Stages, "commit", of_another_node, (1, 3), {**STATES, "draft": {"keeps_history": True}}
+    ),
+    "the base decodes unasked": (
+        entry, "check_call", lambda _: refuse, (1,), {"match": "the base decoded by itself"}
+    ),
+    "a second forward": (
+        BaseReader, "nodes", lambda nodes: lambda *given: nodes(*given) and nodes(*given), (1,),
+        {"match": "forwards of the base"}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where, name, fault, rows, how", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_found(where, name, fault, rows, how, monkeypatch):
+    monkeypatch.setattr(where, name, fault(getattr(where, name)))
+    for count in rows:
+        breaks(rows=count, **how)
+
+
 # Walks are done on the host where steps are not captured, on a CPU; else on the device.
 both_walks = pytest.mark.parametrize("settings", [{}, {"compile_config": TRACED}], ids=["host", "device"])
 
@@ -52,44 +121,6 @@ def test_a_step_that_goes_on_behind_the_end_of_text(rows, settings, monkeypatch)
     breaks(right, rows, call=call, settings=settings)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_wrong_node_that_is_kept_in_the_cache(rows, monkeypatch):
-    keep = SlotCache.keep
-    monkeypatch.setattr(SlotCache, "keep", lambda self, nodes, counts: keep(self, nodes - (nodes > 1).long(), counts))
-    breaks(half_right, rows)
-
-
-def test_rows_of_the_cache_that_are_mixed_up(monkeypatch):
-    keep = SlotCache.keep
-    monkeypatch.setattr(SlotCache, "keep", lambda self, nodes, counts: keep(self, nodes.flip(0), counts))
-    breaks(half_right, 3)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_position_that_is_off_by_one(rows, monkeypatch):
-    nodes = BaseReader.nodes
-
-    def shifted(self, tokens, topology, cache, positions, visible):
-        return nodes(self, tokens, topology, cache, positions + (topology.depths > 1), visible)
-
-    monkeypatch.setattr(BaseReader, "nodes", shifted)
-    breaks(right, rows)
-
-
-def test_siblings_that_see_each_other(monkeypatch):
-    plain = SlotCache.mask
-
-    def open_mask(self, ancestors, *arguments, **named):
-        mask = plain(self, ancestors, *arguments, **named)
-        if ancestors.shape[1] > 3:
-            mask[..., 2:, 1] = 0  # all but the root and the first guess see the first guess
-        return mask
-
-    monkeypatch.setattr(SlotCache, "mask", open_mask)
-    breaks(half_right)
-    breaks(half_right, 3)
-
-
 def test_the_probe_finds_siblings_that_see_each_other(monkeypatch):
     plain = SlotCache.mask
 
@@ -101,33 +132,10 @@ def test_the_probe_finds_siblings_that_see_each_other(monkeypatch):
         probe.probe(shared_base("llama"), (-1,))
 
 
-def test_padding_that_is_seen(monkeypatch):
-    nodes = BaseReader.nodes
-    monkeypatch.setattr(BaseReader, "nodes", lambda self, *arguments: nodes(self, *arguments[:-1], None))
-    breaks(half_right, 4)
-
-
 def test_a_window_that_is_forgotten(monkeypatch):
     monkeypatch.setattr(probe, "attention_windows", lambda config, **_: {"full_attention": None})
     with pytest.raises((AssertionError, Unsupported)):
         agree(shared_base("mistral-sliding"), call=LONG)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_processors_that_are_skipped(rows, monkeypatch):
-    monkeypatch.setattr(rules.Rules, "_process", lambda self, rows, logits, sequences, lengths: logits)
-    breaks(half_right, rows, call={**LONG, "no_repeat_ngram_size": 1})
-
-
-def test_processors_that_are_shown_another_prefix(monkeypatch):
-    process = rules.Rules._process
-
-    def shorter(self, rows, logits, sequences, lengths):
-        return process(self, rows, logits, sequences, [length - 1 for length in lengths])
-
-    monkeypatch.setattr(rules.Rules, "_process", shorter)
-    breaks(half_right, 1, call={**LONG, "no_repeat_ngram_size": 1})
-    breaks(half_right, 3, call={**LONG, "no_repeat_ngram_size": 1})
 
 
 def test_a_penalty_that_is_shown_another_row_s_padding(monkeypatch):
@@ -138,32 +146,6 @@ def test_a_penalty_that_is_shown_another_row_s_padding(monkeypatch):
     monkeypatch.setattr(rules, "_seen_by", lambda processors, rows: processors)
     with pytest.raises((AssertionError, ValueError)):
         agree(inputs=prompt(4), call={**LONG, "repetition_penalty": 2.0})
-
-
-def test_rows_that_lag_and_draw_other_noise(monkeypatch):
-    drawn = noise.NoiseTape.noise
-    monkeypatch.setattr(noise.NoiseTape, "noise", lambda *given: (drawn(*given), torch.rand(3, VOCABULARY) + 0.1)[1])
-    breaks(half_right, 3, call={**LONG, "do_sample": True})
-
-
-def test_a_generator_that_is_left_where_the_fastest_row_was(monkeypatch):
-    monkeypatch.setattr(noise.RandomNumbers, "chosen", lambda self, positions: None)
-    breaks(half_right, 3, call={**LONG, "do_sample": True})
-
-
-@pytest.mark.parametrize("keeps_history", [False, True], ids=["last position", "all positions"])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_the_drafter_is_given_another_node_s_hidden_state(rows, keeps_history, monkeypatch):
-    commit = step.Stages.commit
-
-    def off_by_one(self, rows, draft_state, features, *rest):
-        return commit(self, rows, draft_state, features.roll(1, dims=1), *rest)
-
-    monkeypatch.setattr(step.Stages, "commit", off_by_one)
-    # the text is right all the same: only the drafter's own look finds it
-    breaks(
-        half_right, rows, match="(no hidden state of|does not follow) position", draft={"keeps_history": keeps_history}
-    )
 
 
 def test_guesses_that_hang_on_the_wrong_node(monkeypatch):
@@ -183,25 +165,6 @@ def test_guesses_that_hang_on_the_wrong_node(monkeypatch):
     before = agree(guess=guess, call=LONG, tree=tree, draft=draft).steps
     monkeypatch.setattr(DraftTree, "levels", tangled)
     assert agree(guess=guess, call=LONG, tree=tree, draft=draft).steps > before  # exact, but not paid off
-
-
-def test_a_fallback_that_nobody_asked_for(monkeypatch):
-    def refuse(*arguments):
-        raise Unsupported("no reason")
-
-    monkeypatch.setattr(entry, "check_call", refuse)
-    breaks(match="the base decoded by itself")
-
-
-def test_a_second_forward_in_a_step(monkeypatch):
-    nodes = BaseReader.nodes
-
-    def twice(self, *arguments):
-        nodes(self, *arguments)
-        return nodes(self, *arguments)
-
-    monkeypatch.setattr(BaseReader, "nodes", twice)
-    breaks(match="forwards of the base")
 
 
 def test_a_cache_that_lacks_its_last_position(monkeypatch):

@@ -154,7 +154,7 @@ def test_copies_branch_below_guesses_and_below_copies():
 
 def test_the_root_alone_and_a_copy():
     tokens = torch.tensor([[9], [9]])
-    with_copy, without = in_one_tree(DraftTree.root_alone(), tokens, line([4, 5], -1.0), 3)
+    with_copy, without = in_one_tree(DraftTree([]), tokens, line([4, 5], -1.0), 3)
     assert with_copy == [(), (4,), (4, 5)] and len(without) == 3
 
 

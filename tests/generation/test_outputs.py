@@ -32,15 +32,6 @@ def test_scores_and_logits_are_those_of_the_base(setting, rows, wanted):
         assert kept is None or len(kept) == max(found.new_tokens)
 
 
-def test_transition_scores_can_be_computed():
-    base = shared_base("llama-gqa")
-    found = agree(base, call={"max_new_tokens": 12, "output_scores": True})
-    sequences = found.got.sequences
-    theirs = base.compute_transition_scores(sequences, found.expected.scores, normalize_logits=True)
-    ours = base.compute_transition_scores(sequences, found.got.scores, normalize_logits=True)
-    torch.testing.assert_close(ours, theirs)
-
-
 def test_the_output_is_the_base_s_own_with_one_field_more():
     out = agree(call={"max_new_tokens": 9}).got
     assert type(out) is DraftHeadGenerateOutput and isinstance(out, GenerateDecoderOnlyOutput)

@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_drafthead.generation import DraftTree
@@ -84,9 +83,3 @@ def test_a_row_that_has_ended_costs_no_further_steps():
     found = agree(base, inputs, right, call={"max_new_tokens": 24, "eos_token_id": eos}, tree=TREE)
     assert min(found.new_tokens) <= 5 < max(found.new_tokens)
     assert found.steps == math.ceil((max(found.new_tokens) - 1) / (DEPTH + 1))
-
-
-def test_the_batch_is_verified_in_one_forward():
-    found = agree(inputs=prompt(3), guess=right, call={"max_new_tokens": 9, "eos_token_id": None})
-    assert found.forwards == [9, len(TREE) + 1, len(TREE) + 1]
-    assert torch.equal(found.got.accepted_lengths, torch.full((3, 2), 4))

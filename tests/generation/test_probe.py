@@ -1,7 +1,5 @@
 """What is known of a base holds as long as what it depends on: hooks, autocast, memory; and keys chosen by score."""
 
-import types
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,26 +25,6 @@ def drafts(model) -> torch.Tensor:
     return got.sequences
 
 
-def only(token):
-    """A hook that lets the base say one token for ever."""
-
-    def hook(module, args, output):
-        output.logits[..., token] += 500
-        return output
-
-    return hook
-
-
-def test_a_hook_of_the_base_that_is_added_later_is_heard_until_it_is_removed():
-    model = FAMILIES[0].build(tiny_base("llama"))
-    before = drafts(model)
-    for token in (10, 11):  # one after the other: as many hooks, but another one
-        hook = model.base.register_forward_hook(only(token))
-        assert set(drafts(model)[:, 9:].flatten().tolist()) == {token}
-        hook.remove()
-    assert torch.equal(drafts(model), before)
-
-
 def test_a_hook_that_only_looks_sees_every_forward():
     model = FAMILIES[0].build(tiny_base("llama"))
     steps = model.generate(**prompt(), **LONG, draft_tree=TREE, return_dict_in_generate=True).accepted_lengths.shape[1]
@@ -56,20 +34,6 @@ def test_a_hook_that_only_looks_sees_every_forward():
     seen.clear()
     model.generate(**prompt(), **LONG, draft_tree=TREE)
     assert len(seen) == 4 + 1 + steps  # what the base is tried by, the prompt, and the steps
-
-
-def test_a_forward_that_is_replaced_later_is_called():
-    model = FAMILIES[0].build(tiny_base("llama"))
-    before = drafts(model)
-    forward = model.base.forward
-
-    def other(self, *args, **kwargs):
-        return only(10)(self, args, forward(*args, **kwargs))
-
-    model.base.forward = types.MethodType(other, model.base)
-    assert set(drafts(model)[:, 9:].flatten().tolist()) == {10}
-    del model.base.forward
-    assert torch.equal(drafts(model), before)
 
 
 def test_what_lies_between_base_and_decoder_is_watched_and_what_lies_in_it_is_not():
@@ -98,7 +62,8 @@ def test_another_lm_head_is_read_from_the_next_call_on(kind):
 def test_a_call_under_autocast_says_nothing_about_the_next():
     model = FAMILIES[0].build(tiny_base("llama", dtype=torch.float32))
     with torch.autocast("cpu", torch.bfloat16):
-        model.generate(**prompt(), **LONG, draft_tree=TREE)
+        got = model.generate(**prompt(), **LONG, draft_tree=TREE, return_dict_in_generate=True)
+    assert got.accepted_lengths is not None
     drafts(model)
 
 

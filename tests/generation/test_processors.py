@@ -172,22 +172,6 @@ def test_a_processor_that_works_in_place(rows):
     agree(inputs=prompt(rows), call=call)
 
 
-class Noisy(LogitsProcessor):
-    """Draws from the generator that sampling uses."""
-
-    def __call__(self, input_ids, scores):
-        return scores + torch.randn_like(scores)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("choice", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
-def test_a_processor_that_draws_random_numbers(rows, choice):
-    agree(
-        inputs=prompt(rows),
-        call=lambda: {"logits_processor": LogitsProcessorList([Noisy()]), "max_new_tokens": 15, **choice},
-    )
-
-
 class RowBias(LogitsProcessor):
     """Every row its own bias (B, V); with views, rows may be at different positions."""
 

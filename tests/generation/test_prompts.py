@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.bases import VOCABULARY, tiny_base
-from tests.drafters import Drafted, half_right, right
+from tests.drafters import half_right, right
 from tests.families import FAMILIES
 from tests.generation.agreement import DEPTH, EOS, TREE, agree, own_lengths, prompt, shared_base
 
@@ -63,13 +63,6 @@ def test_no_prompt_at_all():
         inputs={}, call={"max_new_tokens": 12}, new_tokens=lambda s: [12], texts=lambda s: [row.tolist() for row in s]
     )
     assert found.got.sequences[0, 0] == 1
-
-
-def test_a_positional_prompt():
-    base, inputs = shared_base("llama-gqa"), prompt()
-    found = agree(base, inputs, call={"max_new_tokens": 9})
-    model = Drafted(base, found.oracle)
-    assert torch.equal(model.generate(inputs["input_ids"], max_new_tokens=9), found.got.sequences)
 
 
 def test_padding_that_is_told_by_its_token_alone():
@@ -160,12 +153,6 @@ def test_a_text_that_outgrows_the_memory_taken_at_first(first_room, rows, choice
     monkeypatch.setattr("hf_drafthead.generation.entry.FIRST_ROOM", first_room)
     found = agree(inputs=prompt(rows), call={"max_new_tokens": 70, "eos_token_id": None, **choice})
     assert max(found.new_tokens) == 70
-
-
-def test_embeddings_that_outgrow_the_memory_taken_at_first(monkeypatch):
-    monkeypatch.setattr("hf_drafthead.generation.entry.FIRST_ROOM", 2)
-    base, inputs = shared_base("llama-gqa"), prompt(2)
-    agree(base, embedded(base, inputs), call={"max_new_tokens": 50}, texts=texts_behind(inputs))
 
 
 @pytest.mark.parametrize("kind", ["mistral-sliding", "gemma2"])

@@ -53,19 +53,6 @@ def test_noise_in_any_order_is_what_the_base_draws_one_after_the_other(monkeypat
     assert torch.equal(ahead, torch.stack([torch.stack(expected[f : f + 3])[:, r] for r, f in enumerate([0, 5, 3])]))
 
 
-def test_what_every_row_has_left_behind_is_forgotten():
-    tape = NoiseTape(ROWS, own_generator())
-    tape.noise(4, LIKE)
-    tape.forget(3)
-    assert sorted(tape.states) == [3, 4, 5]
-
-
-def test_noise_is_held_for_some_positions_only():
-    tape = NoiseTape(ROWS, own_generator())
-    tape.noise(40, LIKE)
-    assert sorted(tape.drawn) == list(range(41 - 32, 41))
-
-
 def test_noise_is_what_the_base_draws_behind_an_object_that_has_drawn():
     at_seed()
     expected = [*noises(2), torch.rand(4), *noises(2), torch.rand(2), *noises(1)]
@@ -205,7 +192,7 @@ def test_logits_of_float64_are_rounded_as_the_base_rounds_and_others_left():
     rows = SimpleNamespace(position_shift=0, visible=None, cache=SimpleNamespace(lengths=torch.ones(1)))
     values = torch.tensor([[[1.0, 1.0 + 1e-12]]], dtype=torch.float64)
     for logits, dtype in ((values, torch.float32), (values.bfloat16(), torch.bfloat16)):
-        stages = Stages(SimpleNamespace(nodes=lambda *_, logits=logits: (logits, None)), None, DraftTree.root_alone())
+        stages = Stages(SimpleNamespace(nodes=lambda *_, logits=logits: (logits, None)), None, DraftTree([]))
         verified = stages.verify(rows, None, Candidates(torch.zeros(1, 1), None)).logits
         assert verified.dtype == dtype and verified.argmax().item() == 0
 
@@ -279,12 +266,6 @@ def test_behind_an_object_that_has_drawn_guesses_know_no_noise():
     rules.choose([0, 1, 2], logits, sequences, [3] * ROWS)
     noise = rules.noise_ahead([4] * ROWS, [0, 1, 2], 2, VOCABULARY)
     assert not rules.tilt(noise).any()  # somebody else has drawn: what comes next is not known
-
-
-def test_on_the_device_a_row_ends_at_an_eos_or_at_the_longest_length():
-    rules, sequences = rules_of(), torch.zeros(ROWS, 12, dtype=torch.long)
-    assert rules.stops([0, 2], [7, 3], sequences, [5, 5, 12]) == [True, True]
-    assert rules.stops([2, 1], [3, 4], sequences, [5, 5, 11]) == [False, False]
 
 
 @pytest.mark.parametrize("asked", [False, True])

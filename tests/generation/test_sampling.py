@@ -1,16 +1,13 @@
 """Sampling: guesses that know the noise with which the base will choose, and a text that is the base's all the same."""
 
 import json
-import os
-import threading
 import time
-from functools import cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompileConfig, LogitsProcessor
 
 from hf_drafthead import zoo
@@ -19,10 +16,8 @@ from hf_drafthead.modeling import DraftModelForCausalLM
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, as_the_base, prompt, shared_base
-from tests.generation.test_fuzz import trees
 
 TRACED = CompileConfig(backend="eager", mode="default")
-EXAMPLES = int(os.environ.get("SAMPLING_EXAMPLES", "24"))  # `make test-fuzz` asks for 2,000
 
 
 def same_as_base(model, call, *, seed=11, draft_tree=TREE, **settings):
@@ -52,46 +47,6 @@ def test_the_text_and_the_generator_are_the_base_s(rows, captured):
     for temperature, asked in product([0.3, 1.0, 1e-6], PROCESSORS.values()):
         call = {**prompt(rows), "max_new_tokens": 20, "eos_token_id": [2, 9], "temperature": temperature, **asked}
         same_as_base(model, call, **({"compile_config": TRACED} if captured else {}))
-
-
-family_on_base = cache(lambda place: FAMILIES[place].build(shared_base("llama-gqa")))
-
-
-@settings(max_examples=EXAMPLES, derandomize=True, deadline=None, database=None)
-@given(
-    place=st.integers(0, len(FAMILIES) - 1),
-    tree=trees(),
-    rows=st.integers(1, 4),
-    temperature=st.floats(0.2, 2.0),
-    asked=st.fixed_dictionaries(
-        {"top_k": st.sampled_from([0, 0, 5, 20]), "eos_token_id": st.sampled_from([None, [2, 9, 17]])},
-        optional={
-            "top_p": st.floats(0.3, 1.0),
-            "min_p": st.floats(0.0, 0.3),
-            "repetition_penalty": st.floats(1.0, 1.5),
-            "min_new_tokens": st.integers(1, 9),
-            "suppress_tokens": st.just([5, 6, 7]),
-        },
-    ),
-    new_tokens=st.integers(12, 24),
-    seed=st.integers(0, 1000),
-)
-def sampled(accepted, place, tree, rows, temperature, asked, new_tokens, seed):
-    """One call, the base's own; notes in `accepted` whether a guess was right."""
-    model = family_on_base(place)
-    first = [[rank] for rank in range(6)]  # heads of random weights are seldom right
-    tree = first + [path for path in tree if path not in first and len(path) <= (model.drafter.max_depth or 5)]
-    call = {**prompt(rows, seed=seed), **asked, "temperature": temperature, "max_new_tokens": new_tokens}
-    found = same_as_base(model, call, seed=seed, draft_tree=tree)
-    accepted.append(bool((found.accepted_lengths > 1).any()))
-
-
-def test_whatever_is_asked_of_whatever_heads():
-    accepted = []
-    sampled(accepted)
-    print(f"{len(accepted)} examples, {sum(accepted)} with an accepted guess")
-    share = 0.8 if EXAMPLES >= 1000 else 0.6  # few examples vary with the constants that hypothesis finds in modules
-    assert len(accepted) >= EXAMPLES and sum(accepted) >= share * len(accepted)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -247,29 +202,17 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_is_sampled_as_by_the_base(fami
     assert (found.sequences >= VOCABULARY).any()
 
 
-def test_a_generator_of_one_s_own_is_refused_as_by_the_base():
-    model = FAMILIES[0].build(shared_base("llama-gqa"))
-    for generate in (model.base.generate, model.generate):
-        with pytest.raises(ValueError, match="The following `model_kwargs` are not used by the model: .'generator'"):
-            generate(**prompt(), do_sample=True, max_new_tokens=4, generator=torch.Generator())
-
-
 def test_a_call_that_begins_as_another_does_draws_other_noise(monkeypatch):
-    model, leave_at, texts = FAMILIES[0].build(shared_base("llama")), noise.leave_at, {}
+    model, leave_at = FAMILIES[0].build(shared_base("llama")), noise.leave_at
 
     def slowly(generators, states):
         time.sleep(0.2)  # the other call would look at the generator meanwhile
         leave_at(generators, states)
 
-    def request(number):
-        texts[number] = model.generate(
-            torch.tensor([[1, 2, 3]]), do_sample=True, max_new_tokens=24, eos_token_id=None, draft_tree=TREE
-        )
+    def request(_):
+        return model.generate(prompt()["input_ids"], do_sample=True, max_new_tokens=24, draft_tree=TREE)
 
     monkeypatch.setattr(noise, "leave_at", slowly)
-    threads = [threading.Thread(target=request, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not torch.equal(texts[0], texts[1])
+    with ThreadPoolExecutor(2) as pool:
+        one, other = pool.map(request, range(2))
+    assert one.shape != other.shape or not torch.equal(one, other)

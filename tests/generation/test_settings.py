@@ -15,7 +15,7 @@ from hf_drafthead.trees.sizes import NodeCosts, SizeRule
 from tests.bases import tiny_base
 from tests.drafters import Drafted, Oracle, at_rank, right
 from tests.families import FAMILIES
-from tests.generation.agreement import TREE, agree, prompt, shared_base
+from tests.generation.agreement import TREE, prompt, shared_base
 
 EOS = 51  # a token that the first prompt's text holds
 
@@ -200,8 +200,3 @@ def test_a_plan_holds_nothing_that_a_call_changes():
     assert hash(plan) == hash(DraftPlan(tree, sizes=rules[1]))
     with pytest.raises(FrozenInstanceError):
         plan.copies = 3
-
-
-def test_settings_do_not_reach_the_base_s_forward():
-    settings = {"acceptance": "typical", "posterior_threshold": 0.3, "posterior_alpha": 0.1}
-    agree(settings=settings, call={"max_new_tokens": 9})

@@ -313,18 +313,6 @@ def test_a_base_that_was_resized(kind):
     both(medusa(base))
 
 
-@pytest.mark.few(1)
-@each_kind
-def test_a_base_in_shards(kind, tmp_path):
-    base = base_of(kind)
-    base.save_pretrained(tmp_path / "base", max_shard_size="20KB")
-    assert len([*(tmp_path / "base").glob("*.safetensors")]) > 2
-    medusa(AutoModelForCausalLM.from_pretrained(tmp_path / "base")).save_pretrained(tmp_path / "heads")
-    loaded = AutoModel.from_pretrained(tmp_path / "heads", device_map={"": "cpu"})
-    found, _ = both(loaded)
-    assert torch.equal(found.sequences, base.generate(**prompt(3), max_new_tokens=14, eos_token_id=None))
-
-
 # ---- training ------------------------------------------------------------------------------------------------------
 
 NAMED = [family for family in FAMILIES if family.name in TRAINED]

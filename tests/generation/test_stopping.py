@@ -11,8 +11,8 @@ from transformers import (
     StopStringCriteria,
 )
 
-from tests.drafters import Drafted, Oracle, half_right, right
-from tests.generation.agreement import DEPTH, PAD, agree, own_lengths, prompt, shared_base
+from tests.drafters import half_right, right
+from tests.generation.agreement import DEPTH, PAD, agree, prompt, shared_base
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,"
 guesses = pytest.mark.parametrize("guess", [right, half_right], ids=["right", "half-right"])
@@ -81,15 +81,6 @@ def test_several_ends_of_text_in_a_batch(choice, guess):
         assert (row[9 + own :] == PAD).all()
 
 
-def test_an_end_of_text_as_the_very_first_token():
-    first = int(free_text()[0, 0])
-    found = agree(call={"max_new_tokens": 24, "eos_token_id": first})
-    assert found.new_tokens == [1] and found.steps == 0
-    first = int(free_text(3)[0, 0])
-    batch = agree(inputs=prompt(3), call={"max_new_tokens": 12, "eos_token_id": first})
-    assert batch.new_tokens[0] == 1 and max(batch.new_tokens) > 1
-
-
 def test_padding_is_the_end_of_text_where_there_is_none():
     base = shared_base("llama-gqa", pad_token_id=None)
     end = int(free_text(3)[0, 5])
@@ -123,21 +114,6 @@ def test_stop_strings(tokenizer, rows, choice, guess):
         ended = tokenizer.decode(row[9 : 9 + own])
         assert own == 24 or any(stop in ended for stop in stops)
         assert not any(stop in ended[:-1] for stop in stops)
-
-
-def test_a_single_stop_string_from_the_generation_config(tokenizer):
-    base = shared_base("llama-gqa")
-    model_config = base.generation_config.from_dict(base.generation_config.to_dict())
-    stop = tokenizer.decode(free_text()[0, 4:6])
-    model_config.stop_strings = stop
-    call = {"max_new_tokens": 20, "tokenizer": tokenizer, "stop_strings": stop}
-    agree(base, call=call, new_tokens=lambda sequences: [sequences.shape[1] - 9])
-    without = {"max_new_tokens": 20, "tokenizer": tokenizer}
-    expected = base.generate(**prompt(), **call)
-    model = Drafted(base, Oracle(base, [expected[0].tolist()]))
-    model.generation_config = model_config
-    got = model.generate(**prompt(), **without, return_dict_in_generate=True)
-    assert torch.equal(got.sequences, expected) and got.accepted_lengths is not None
 
 
 def test_stop_strings_that_the_caller_s_own_criterion_replaces_as_on_the_base(tokenizer):
@@ -225,18 +201,3 @@ def test_padding_that_no_row_needs_may_be_no_token(padding):
     never = next(token for token in range(3, 60) if not free_text(3).eq(token).any())
     call = {"max_new_tokens": 20, "eos_token_id": never, "pad_token_id": padding}
     agree(inputs=prompt(3), guess=lambda row, position: 0 if row else None, call=call)  # some are done before the first
-
-
-def test_rows_without_padding_go_on_until_the_last_has_ended():
-    stops = set(free_text(3)[[0, 1, 2], [2, 8, 12]].tolist())
-
-    def new_tokens(sequences):
-        return [first_place(row, stops) for row in sequences[:, 9:].tolist()]
-
-    def call():
-        return {"stopping_criteria": StoppingCriteriaList([OnToken(stops)]), "max_new_tokens": 24, "eos_token_id": None}
-
-    found = agree(inputs=prompt(3), call=call, new_tokens=new_tokens)
-    assert min(found.new_tokens) < max(found.new_tokens)
-    assert torch.equal(found.got.sequences[:, 9:], free_text(3)[:, : max(found.new_tokens)])
-    assert own_lengths(found.got.sequences, 9, stops) == found.new_tokens

@@ -7,7 +7,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from tests.drafters import Drafted, Oracle, half_right, right
+from tests.drafters import Drafted, Oracle, right
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, agree, own_lengths, prompt, shared_base
 from tests.generation.test_stopping import OnToken, tokenizer  # noqa: F401
@@ -51,7 +51,6 @@ def test_a_streamer_sees_the_calls_of_the_base(new_tokens, rows, choice, eos):
     assert by_model.calls[1:-1] == found.got.sequences[:, 9:].T.tolist()
 
 
-@pytest.mark.filterwarnings("ignore:Passing `repetition_penalty` with `inputs_embeds`")
 class AfterPuts(StoppingCriteria):
     """Fires once its streamer was given so many positions, as a button does that follows what is shown."""
 
@@ -137,12 +136,3 @@ def test_text_iterator_streamer(tokenizer):  # noqa: F811
     pieces = list(streamer)
     thread.join()
     assert "".join(pieces) == tokenizer.decode(base.generate(**call)[0, 9:])
-
-
-def test_a_fallback_streams_the_prompt_once():
-    base, made = shared_base("llama-gqa"), [Recorder(), Recorder()]
-    text = base.generate(**prompt(), max_new_tokens=5)[0].tolist()
-    base.generate(**prompt(), max_new_tokens=5, streamer=made[0], use_cache=False)
-    model = Drafted(base, Oracle(base, [text], half_right))
-    model.generate(**prompt(), max_new_tokens=5, streamer=made[1], use_cache=False)
-    assert made[0].calls == made[1].calls

@@ -93,14 +93,6 @@ def test_at_temperature_zero_the_walk_is_the_published_one(case):
     assert nodes == published(case, "0", "hydra", lines)
 
 
-def test_a_row_that_accepts_nothing_prefers_nothing():
-    tree = DraftTree([(0,), (0, 0)])
-    probabilities = torch.full((1, 3, 4), 0.25)
-    probabilities[0, 0] = torch.tensor([0.0, 1.0, 0.0, 0.0])
-    choices = typical_choices(probabilities, Candidates(torch.tensor([[3, 2, 1]]), tree.topology()), FAR, 0.09, 0.3)
-    assert choices.tolist() == [[-1, -1, -1]]
-
-
 @pytest.mark.parametrize("rows", [1, 4])
 def test_greedy_decoding_is_exact_with_it(rows):
     settings = {"acceptance": "typical", "posterior_threshold": 0.0, "posterior_alpha": 0.0}
@@ -143,12 +135,6 @@ def test_every_token_is_likely_enough_or_the_base_s_own_choice(rows):
 def test_a_threshold_of_zero_keeps_the_longest_path():
     _, out = sampled(1, posterior_threshold=0.0, posterior_alpha=0.0, top_k=0, eos_token_id=None)
     assert out.accepted_lengths[0, :-1].eq(4).all()
-
-
-def test_at_a_low_temperature_the_highest_threshold_leaves_the_greedy_text():
-    call = {"temperature": 1e-3, "top_k": 0, "eos_token_id": None}
-    base, out = sampled(1, posterior_threshold=1.0, posterior_alpha=1.0, **call)
-    assert torch.equal(out.sequences, base.generate(**prompt(), max_new_tokens=20, eos_token_id=None))
 
 
 @pytest.mark.parametrize("asked", [{"guidance_scale": 1.5}, {"no_repeat_ngram_size": 1}], ids=str)

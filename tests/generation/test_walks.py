@@ -123,7 +123,7 @@ def on_device(case: Case, valid: torch.Tensor):
 def root_alone(case: Case) -> Case:
     """The same step, with nothing drafted."""
     tokens, choice = ([row[:1] for row in lists] for lists in (case.tokens, case.choice))
-    return case._replace(trees=[DraftTree.root_alone()] * len(tokens), tokens=tokens, choice=choice)
+    return case._replace(trees=[DraftTree([])] * len(tokens), tokens=tokens, choice=choice)
 
 
 def test_the_walk_on_the_device_is_the_plain_one():
@@ -202,24 +202,14 @@ def test_a_walk_comes_back_from_one_tensor():
         assert torch.equal(again.tokens, walk.tokens) and torch.equal(again.packed[:, :4], walk.packed[:, :4])
 
 
-def test_the_walk_row_by_row_is_the_plain_one():
-    for case in cases(150):
-        if len(case.tokens) > 1 or not case.ends[0]:
-            walk = greedily(case)
-            assert_as_plain(walk, case)
-            assert walk.nodes.shape[1] == int(walk.counts.max())
-            assert_as_plain(greedily(case, 6), case)
-
-
-def test_the_walk_on_the_host_is_the_plain_one():
+@pytest.mark.parametrize("walked", [greedily, lambda case, *depth: on_host(case, rules_of(case), None, *depth)])
+def test_the_walk_on_the_host_is_the_plain_one(walked):
     for case in cases(150):
         if len(case.tokens) > 1 or not case.ends[0]:  # a single row that has ended takes no step
-            walk = on_host(case, rules_of(case))
-            assert_as_plain(walk, case)
-            assert walk.nodes.shape[1] == int(walk.counts.max())
-            deep = on_host(case, rules_of(case), depth=6)
-            assert_as_plain(deep, case)
-            assert deep.nodes.shape[1] == 6
+            walk, deep = walked(case), walked(case, 6)
+            for one, depth in ((walk, int(walk.counts.max())), (deep, 6)):
+                assert_as_plain(one, case)
+                assert one.nodes.shape[1] == depth
 
 
 @pytest.mark.parametrize("greedy", [True, False])

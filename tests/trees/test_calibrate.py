@@ -22,7 +22,7 @@ from hf_drafthead.trees.entries import cpu_name
 from hf_drafthead.trees.rank_paths import TreeStatistics
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
-from tests.trees.test_grow import planted
+from tests.trees.test_rank_paths import planted
 
 PROMPTS = list(torch.randint(3, VOCABULARY, (6, 7), generator=torch.Generator().manual_seed(3)))
 QUICK = {"new_tokens": 24, "max_nodes": 6}

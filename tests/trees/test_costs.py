@@ -4,7 +4,7 @@ import itertools
 import json
 import os
 import random
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,7 +28,8 @@ from tests.generation.agreement import prompt
 from tests.generation.test_recorded import recordings as recordings
 
 MEASURE, SITUATION = StepCosts.__call__, StepCosts.situation  # before any test replaces them
-EAGER = Execution("eager")
+TRACED = CompileConfig(backend="eager")
+EAGER, COMPILED = Execution("eager"), Execution("compiled", TRACED)
 TREES = {Size(4, 2): DraftTree([(0,), (0, 0), (1,)]), Size(2, 1): DraftTree([(0,)])}
 FIRST = {Size(4, 2): TREES[Size(4, 2)]}
 LONG = {"max_new_tokens": 40, "eos_token_id": None, "min_new_tokens": None, "do_sample": False}
@@ -70,8 +71,8 @@ def family(name):
     return next(each for each in FAMILIES if each.name == name).build(tiny_base("llama-gqa"))
 
 
-def costs_of(model, rows=1):
-    return StepCosts(model, model._base_reader(), CalibrationKey.of(model.base, None, rows, "eager"), EAGER)
+def costs_of(model, rows=1, execution=EAGER):
+    return StepCosts(model, model._base_reader(), CalibrationKey.of(model.base, None, rows, execution.name), execution)
 
 
 def each(found):
@@ -124,9 +125,12 @@ def test_a_first_call_decides_as_all_later_ones_do_and_these_measure_nothing(nam
     assert torch.equal(first[1], model.base.generate(**prompt(), **LONG))
 
 
+OF = [("medusa", EAGER), ("eagle3", EAGER), ("draft-model", EAGER)]
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("name", ["medusa", "eagle3", "draft-model"])
-def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name, rows, monkeypatch):
+@pytest.mark.parametrize("name, execution", [*OF, pytest.param("medusa", COMPILED, marks=pytest.mark.slow)], ids=str)
+def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name, execution, rows, monkeypatch):
     now, taken = [0.0], Batch.step
 
     def step(self):
@@ -137,7 +141,7 @@ def test_costs_are_the_seconds_of_whole_steps_over_those_of_the_root_alone(name,
     monkeypatch.setattr(costs, "thread_time", lambda: now[0])
     monkeypatch.setattr(costs, "product_seconds", lambda base, tokens: dict.fromkeys(tokens, 1e9) | {rows: 1.0})
     model = family(name)
-    found = costs_of(model, rows)({**TREES, Size(5, 0): LookupTree(DraftTree.root_alone(), 4, 3, 67)})
+    found = costs_of(model, rows, execution)({**TREES, Size(5, 0): LookupTree(DraftTree([]), 4, 3, 67)})
     assert each(found) == [4.0, 2.0, 5.0]
     (kept,) = stored().values()
     assert {step: (cost, spread) for step, (cost, spread, _) in kept.items()} == {
@@ -341,21 +345,17 @@ def test_threads_measure_once(monkeypatch):
     model, counted = family("medusa"), []
     reader, measured = model._base_reader(), StepCosts._measured
     monkeypatch.setattr(StepCosts, "_measured", lambda *given: counted.append(1) or measured(*given))
-    key, found = CalibrationKey.of(model.base, None, 1, "eager"), []
-    threads = [
-        threading.Thread(target=lambda: found.append(StepCosts(model, reader, key, EAGER)(TREES))) for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    key = CalibrationKey.of(model.base, None, 1, "eager")
+    with ThreadPoolExecutor(6) as pool:
+        found = [*pool.map(lambda _: StepCosts(model, reader, key, EAGER)(TREES), range(6))]
     assert len(counted) == 1 and len(found) == 6 and all(each(one) == each(found[0]) for one in found)
 
 
-def test_a_process_that_is_forked_while_costs_are_measured_does_not_wait_for_that():
-    with costs._MEASURING:
+@pytest.mark.parametrize("lock", [costs._MEASURING, programs._RECORDING, Programs().lock, Programs().compiles])
+def test_a_process_that_is_forked_while_a_lock_is_held_does_not_wait_for_that(lock):
+    with lock:
         if not (child := os.fork()):
-            os._exit(not costs._MEASURING.acquire(timeout=5))
+            os._exit(not lock.acquire(timeout=5))
     assert os.waitpid(child, 0)[1] == 0
 
 
@@ -373,14 +373,6 @@ def test_where_costs_cannot_be_measured_a_call_drafts_all_the_same(monkeypatch, 
     assert drafted(model)[0] == nodes and any("could not be measured: RuntimeError: no" in line for line in notices)
 
 
-TRACED = CompileConfig(backend="eager")
-
-
-def of_programs(model, trees, rows=1):
-    key = CalibrationKey.of(model.base, None, rows, "compiled")
-    return StepCosts(model, model._base_reader(), key, Execution("compiled", TRACED))(trees)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "copies"])
 def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, monkeypatch):
@@ -396,20 +388,6 @@ def test_a_compiled_call_is_judged_by_steps_of_the_programs_that_it_takes(name, 
     assert torch.equal(found[1], later[1]) and torch.equal(found[1], model.base.generate(**prompt(), **LONG))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
-def test_costs_of_compiled_steps_are_their_seconds(rows, monkeypatch):
-    model, now, taken = family("medusa"), [0.0], Batch.step
-
-    def step(self):
-        now[0] += self.tree.num_nodes
-        return taken(self)
-
-    monkeypatch.setattr(Batch, "step", step)
-    monkeypatch.setattr(costs, "thread_time", lambda: now[0])
-    assert each(of_programs(model, TREES, rows)) == [4.0, 2.0]
-
-
 def test_where_no_tree_pays_compiled_steps_go_on_without_guesses(monkeypatch, notices):
     model = family("medusa")
     monkeypatch.setattr(StepCosts, "__call__", lambda self, trees: NodeCosts(dict.fromkeys(trees, 9.0)))
@@ -423,7 +401,7 @@ def test_where_steps_cannot_be_compiled_those_that_are_taken_are_judged(monkeypa
     model, ticks = family("medusa"), iter(range(10**6))
     monkeypatch.setattr(programs, "compiled", None)  # which raises
     monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))
-    assert each(of_programs(model, TREES)) == each(costs_of(model)(TREES))
+    assert each(costs_of(model, execution=COMPILED)(TREES)) == each(costs_of(model)(TREES))
 
 
 @pytest.mark.slow
@@ -431,17 +409,17 @@ def test_while_another_call_compiles_nothing_is_kept_of_compiled_steps(fresh, no
     """Steps of such a call are eager, and what these cost is not what steps of later calls cost."""
     model = family("medusa")
     PROGRAMS.setdefault(model, Programs()).compiles.acquire()
-    assert of_programs(model, TREES) is None and not fresh.exists() and notices == []
+    assert costs_of(model, execution=COMPILED)(TREES) is None and not fresh.exists() and notices == []
     nodes, text = drafted(model, compile_config=TRACED)
     assert 8 in nodes and torch.equal(text, model.base.generate(**prompt(), **LONG)) and not fresh.exists()
     PROGRAMS[model].compiles.release()
-    assert len(each(of_programs(model, TREES))) == 2 and len(stored()) == 1
+    assert len(each(costs_of(model, execution=COMPILED)(TREES))) == 2 and len(stored()) == 1
 
 
 def test_steps_of_a_base_with_hooks_are_judged_as_they_run():
     model = family("medusa")
     model.base.register_forward_hook(lambda module, inputs, output: None)
-    of_programs(model, TREES)
+    costs_of(model, execution=COMPILED)(TREES)
     (situation,) = stored()
     assert "eager steps" in situation and not PROGRAMS.get(model, Programs()).compiled
 

@@ -116,7 +116,16 @@ def test_an_entry_of_another_machine_is_none_of_this_one(model, notices):
     assert drafted(model, 3) == {5} and len(notices) == 1  # for all numbers of rows
 
 
+DAMAGED = [
+    None, {"step_cost": float("nan")}, {"step_cost": 0.0}, {"step_cost": "much"}, {"step_cost": True},
+    {"step_cost": 1.5, "costs": 3}, {"step_cost": 1.5, "costs": [[2, 1, -1]]}, {"step_cost": 1.5, "costs": [[2, 1]]},
+    {"costs": [[2.5, 1, 1.1]]}, {"costs": [[2, True, 1.1]]}, {"costs": [["2", 1, 1.1]]}, {"costs": [[2, 2, 1.1]]},
+    {"costs": [7]},
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("changed, line", [
+    *(({"measured": measured}, "is damaged (") for measured in DAMAGED),
     ({"device": 3}, "'device' is '3'"), ({"device": None}, "'device' is 'None'"), ({"dtype": ["x"]}, "'dtype' is"),
     ({"batch_size": "1" * 10**6}, "'batch_size' is '1111"), ({"batch_size": True}, "field 'batch_size' is 'True'"),
     ({"batch_size": 0}, "batch size 0"), ({"execution": "fast" * 99}, "execution 'fastfast"),

@@ -12,9 +12,7 @@ from transformers import CompileConfig, GenerationConfig
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import batch, programs, runner
 from hf_drafthead.generation import step as stepping
-from hf_drafthead.generation.acceptance import walk_on_device
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.state import Candidates, Limits, Rows
 from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree
 from hf_drafthead.trees import costs, entries
 from hf_drafthead.trees import sizes as sizing
@@ -389,41 +387,6 @@ def test_what_the_cost_does_not_decide_is_not_measured():
 )
 def test_a_tree_is_drafted_where_some_of_its_nodes_may_pay(costs, paid):
     assert (planned(KEY, Costs(costs), depth=4).tree.num_nodes > 1) == paid
-
-
-def test_a_step_of_the_root_alone_walks_as_with_a_guess_that_is_wrong():
-    # rows: goes on, stops at EOS, reaches the longest length, both, has ended, has ended at an EOS
-    choice = torch.tensor([5, 2, 5, 3, 5, 2])[:, None]
-    lengths, ends = torch.tensor([4, 4, 9, 9, 10, 6]), torch.tensor([0, 0, 0, 0, 10, 5])
-    rows = Rows(torch.zeros(6, 12), lengths, ends, torch.zeros(6, 1), None, None, None)
-    limits = Limits(torch.tensor(10), torch.tensor([2, 3]), torch.zeros(6, 1), torch.tensor(0), torch.tensor(True))
-    walks = []
-    for tree, guess in ((DraftTree.root_alone(), []), (DraftTree([(0,)]), [7])):
-        tokens = torch.tensor([[1, *guess]]).expand(6, -1)
-        everywhere = choice.expand(-1, tree.num_nodes)
-        valid = torch.tensor([True, True, True, True, False, True])[:, None].expand_as(everywhere)
-        candidates = Candidates(tokens, tree.topology())
-        walks.append(walk_on_device(everywhere, valid, candidates, rows, limits, torch.full((6,), 9)))
-    alone, wrongly = walks
-    assert alone.counts.tolist() == [1, 1, 1, 1, 0, 0] and alone.ends.tolist() == [0, 5, 10, 10, 10, 5]
-    assert torch.equal(alone.counts, wrongly.counts) and torch.equal(alone.ends, wrongly.ends)
-    assert torch.equal(alone.valid, wrongly.valid) and alone.valid.tolist() == [True] * 6
-    for one, other in ((alone.tokens, wrongly.tokens), (alone.nodes, wrongly.nodes)):
-        assert one.shape == (6, 1) and torch.equal(one, other[:, :1])
-
-
-@pytest.mark.parametrize("measured", [
-    None, {"step_cost": float("nan")}, {"step_cost": 0.0}, {"step_cost": "much"}, {"step_cost": True},
-    {"step_cost": 1.5, "costs": 3}, {"step_cost": 1.5, "costs": [[2, 1, -1]]}, {"step_cost": 1.5, "costs": [[2, 1]]},
-    {"costs": [[2.5, 1, 1.1]]}, {"costs": [[2, True, 1.1]]}, {"costs": [["2", 1, 1.1]]}, {"costs": [[2, 2, 1.1]]},
-    {"costs": [7]},
-], ids=str)  # fmt: skip
-def test_a_damaged_entry_is_refused_in_one_line(measured):
-    with pytest.raises(
-        ValueError, match=r"the calibration entry for .+, batch size 1, is damaged \(.+\): run"
-    ) as refused:
-        Calibrated.of(entry(measured=measured), 3, 67)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 500
 
 
 def test_the_nodes_of_an_entry_are_chosen_among_where_it_says_what_they_cost(without_hash):

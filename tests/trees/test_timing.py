@@ -14,20 +14,14 @@ def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
         runs,
         9,
         torch.device("cpu"),
+        first=4,
         before=lambda: before.append(len(order)),
         enough=lambda seconds: len(seconds["a"]) == 4,
     )
-    assert "".join(order) == "abcbcacababc" and results == {"a": 10, "b": 11, "c": 12}
+    assert "".join(order) == "bcacababcbca" and results == {"a": 12, "b": 10, "c": 11}
     assert before == [*range(12)]
     # the n-th call of all takes (2n + 1)^2 - (2n)^2 = 4n + 1
     assert seconds == {name: [4 * at + 1 for at, one in enumerate(order) if one == name] for name in "abc"}
-
-
-def test_the_first_round_may_begin_with_another_one():
-    order: list[str] = []
-    runs = {name: lambda name=name: order.append(name) for name in "abc"}
-    timing.time_interleaved(runs, 2, torch.device("cpu"), first=4)
-    assert "".join(order) == "bcacab"
 
 
 def test_the_steps_of_a_call_are_timed_by_its_streamer_or_on_step(monkeypatch):
