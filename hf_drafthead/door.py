@@ -32,7 +32,7 @@ from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, from_base
 from hf_drafthead.modeling.files import in_one_line, read_json, shortened
 from hf_drafthead.modeling.gguf_files import split_gguf
-from hf_drafthead.modeling.loading import HUB_ARGUMENTS
+from hf_drafthead.modeling.loading import PLACE_ARGUMENTS
 from hf_drafthead.modeling.mtp import COUNTS, MtpForCausalLM
 
 logger = logging.get_logger(__name__)
@@ -162,7 +162,7 @@ def from_pretrained(name: str | os.PathLike, *, base_model: Any = None, **argume
         OSError, ValueError: it is nothing of these, or cannot be loaded; what was found, and what to do.
     """
     place = os.fspath(name)
-    hub = {key: arguments[key] for key in (HUB_ARGUMENTS | {"revision", "subfolder"}) & set(arguments)}
+    hub = {key: arguments[key] for key in PLACE_ARGUMENTS & set(arguments)}
     found = recognize(place, hub)
     place = found.name  # the only GGUF file of a folder
     if found.kind == BASE:

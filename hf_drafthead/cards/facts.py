@@ -14,8 +14,7 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP, DraftTree, resolve
-from hf_drafthead.modeling.base_model import is_local
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, read_heads_config, read_tensors
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, is_local, read_heads_config, read_tensors
 from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
 from hf_drafthead.trees.entries import CalibrationKey, heads_hash
 

@@ -9,8 +9,7 @@ from huggingface_hub import HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
 from hf_drafthead.modeling import DraftHeadConfig
-from hf_drafthead.modeling.base_model import is_local
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, read_tensors
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, is_local, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.files import in_one_line

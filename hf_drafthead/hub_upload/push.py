@@ -20,8 +20,7 @@ from hf_drafthead.cards.facts import check_folder
 from hf_drafthead.hub_upload import contents, staging
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import is_local
-from hf_drafthead.modeling.checkpoint import read_heads_config
+from hf_drafthead.modeling.checkpoint import is_local, read_heads_config
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.files import edit_json
 from hf_drafthead.modeling.remote_code import CODE_FILE, code_of, code_references

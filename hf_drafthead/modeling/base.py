@@ -24,16 +24,11 @@ from hf_drafthead.modeling.adapters import (
     save_adapters,
     unwrapped,
 )
-from hf_drafthead.modeling.base_model import (
-    change_of_base,
-    is_local,
-    quantizer_of,
-    replacing,
-)
-from hf_drafthead.modeling.checkpoint import WEIGHTS
+from hf_drafthead.modeling.base_model import change_of_base, name_base, quantizer_of, replacing
+from hf_drafthead.modeling.checkpoint import WEIGHTS, is_local
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
 from hf_drafthead.modeling.files import in_one_line
-from hf_drafthead.modeling.loading import HUB_ARGUMENTS, LoadableModel
+from hf_drafthead.modeling.loading import PLACE_ARGUMENTS, LoadableModel
 from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import NotCopied
 from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_base
@@ -149,9 +144,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         stored.base_adapters = adapters_of(base) or None
         stored.check()  # before anything is written: names of adapters are those of folders
         if name != former or stored.base_included:
-            if former and not stored.base_included and not is_local(former, folder):
-                stored.base_origin = former
-            stored.base_model_revision = stored.base_gguf_file = stored.base_subfolder = None
+            name_base(stored, folder, {"base_model_name_or_path": name})
         stored.base_model_name_or_path, stored.base_included = portable(name, folder), beside
         if hasattr(stored, "draft_model_name_or_path"):
             stored.draft_model_name_or_path = portable(stored.draft_model_name_or_path, folder)
@@ -217,7 +210,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         """
         trainable = bool(kwargs.pop("is_trainable", False))
         hub = dict(kwargs.pop("adapter_kwargs", None) or {}) | kwargs
-        if unknown := set(hub) - HUB_ARGUMENTS - {"revision", "subfolder"}:
+        if unknown := set(hub) - PLACE_ARGUMENTS:
             raise TypeError(f"load_adapter was given {min(unknown)}: give the adapter, and its name alone.")
         folder = find_adapter(os.fspath(peft_model_id), hub)
         if folder is None:

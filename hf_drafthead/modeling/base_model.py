@@ -7,11 +7,9 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -39,6 +37,7 @@ from hf_drafthead.modeling.checkpoint import (
     HTTP_ERROR,
     checkpoint_files,
     fetch_file,
+    is_local,
     is_missing_folder,
 )
 from hf_drafthead.modeling.config import BASE_FOLDER, MODEL_TYPE_PREFIX, DraftHeadConfig, sub_config
@@ -55,7 +54,6 @@ OF_CONFIG = ("gguf_file", "trust_remote_code", "code_revision")  # arguments by 
 WEIGHTS_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 SAMPLES = 16  # values of a tensor by which it is known again
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf"}
-COMPARED = 1 << 24  # values that are compared with a file at a time
 # fields of a config by which a model computes nothing else
 NOT_COMPUTED = {"dtype", "torch_dtype", "architectures", "transformers_version", "_name_or_path", "use_cache"}
 NOT_COMPUTED |= {"auto_map", "quantization_config", "output_hidden_states", "output_attentions", "return_dict"}
@@ -100,14 +98,16 @@ def load_base(
         else:
             adapter = None  # a folder that holds both: transformers loads the two
         of_config = {key: arguments[key] for key in OF_CONFIG if arguments.get(key) is not None}
-        base_config = AutoConfig.from_pretrained(place, **of_config, **hub)
+        base_config: Any = AutoConfig.from_pretrained(place, **of_config, **hub)
     refuse_unfit(base_config, place, loaded=False)
     commit = commit_of(place, hub, file or CONFIG_NAME)
     if config is not None:
         check_base(config, base_config, place)
     hub = {**hub, "revision": commit or hub.get("revision")}
+    same = not any(hasattr(base_config, name) for name in set(arguments) - {"dtype", "torch_dtype"})
     with _reading(called, wanted, file):
-        loaded = (auto_class(base_config) or AutoModelForCausalLM).from_pretrained(place, **hub, **arguments)
+        kind = auto_class(base_config) or AutoModelForCausalLM
+        loaded = kind.from_pretrained(place, config=base_config if same else None, **hub, **arguments)
     if file is not None:
         loaded.name_or_path = loaded.config.name_or_path = place  # transformers takes the title that is in the file
     if adapter is not None:
@@ -149,6 +149,15 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
     if os.path.isabs(name) or name.startswith("."):
         raise OSError(f"the base of {checkpoint!r} was not found at {str(inside)!r}: {GIVE_BASE}")
     return name
+
+
+def name_base(config: DraftHeadConfig, checkpoint: str | os.PathLike, origin: Mapping[str, Any]) -> None:
+    """Let a config name a base; the one of the Hub that it named before, if that is another, is where it comes from."""
+    former = config.base_model_name_or_path
+    if former and former != origin["base_model_name_or_path"] and not config.base_included:
+        config.base_origin = config.base_origin if is_local(former, checkpoint) else former
+    nothing = dict.fromkeys(("base_model_revision", "base_gguf_file", "base_subfolder"))
+    config.update({**nothing, **origin})
 
 
 def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str) -> None:
@@ -243,15 +252,6 @@ def full_name(name: str) -> str:
     return str(Path(name).resolve()) if os.path.isdir(name) else name
 
 
-def is_local(name: str, checkpoint: str | os.PathLike) -> bool:
-    """Whether the name of a base, as the config of a checkpoint gives it, is a path and no Hub id."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return True
-    return (Path(checkpoint) / name).is_dir()
-
-
 def commit_of(name: str, hub: Mapping[str, Any], of_file: str = CONFIG_NAME) -> str | None:
     """The commit that a Hub id and revision resolve to, by a file that it has; None for a local folder."""
     if os.path.isdir(name):
@@ -279,14 +279,23 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
     return True
 
 
-def fingerprint(base: Any, config: DraftHeadConfig) -> dict[str, tuple[Any, ...]]:
-    """What a base is: of each tensor its shape, its kind, the count of its writes, and a few values where no file holds
-    it with which it could be compared as a whole."""
-    stored: set[str] = set()
-    for file in _files_of(base, config):
+class AsLoaded(NamedTuple):
+    """What a base was: files of it, and by name its tensors; None for one that is compared with a file, and of others
+    their form with the count of writes, and a few values."""
+
+    files: list[str]
+    tensors: dict[str, tuple[Any, Any] | None]
+
+
+def fingerprint(base: Any, config: DraftHeadConfig) -> AsLoaded:
+    """What a base is, by which it will be found out whether it is still that."""
+    files, stored = _files_of(base, config), set[str]()
+    for file in files:
         with safe_open(file, framework="pt") as tensors:
             stored.update(tensors.keys())
-    return {name: _print(tensor, name not in stored) for name, tensor in tensors_of(base).items()}
+    own = tensors_of(base).items()
+    compared = {name: name in stored and _is_compared(tensor) for name, tensor in own}
+    return AsLoaded(files, {name: None if compared[name] else _print(tensor) for name, tensor in own})
 
 
 def _place_of(config: DraftHeadConfig) -> dict[str, Any]:
@@ -308,38 +317,40 @@ def tensors_of(base: Any) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in plain(base).state_dict().items() if isinstance(tensor, Tensor)}
 
 
-def _print(tensor: Any, sampled: bool = True) -> tuple[Any, ...]:
+def _is_compared(tensor: Any) -> bool:
+    """Whether a tensor is compared with that of its name in a file: an ordinary one of numbers."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() and not tensor.is_meta
+
+
+def _print(tensor: Any) -> tuple[Any, Any]:
+    """The form of a tensor with the count of its writes; and a few of its values, None where they cannot be read."""
     local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    form = tuple(tensor.shape), type(tensor).__name__, tensor.is_floating_point()
     writes = None if local.is_inference() else local._version
-    if not sampled or local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
-        return form, writes, None
+    form = tuple(tensor.shape), type(tensor), tensor.is_floating_point(), writes
+    if local.is_meta or not local.numel() or type(local) not in (Tensor, nn.Parameter):
+        return form, None
     flat = local.detach().reshape(-1)
-    return form, writes, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
+    return form, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
 
 
 def _place_in_memory(tensor: Tensor) -> Any:
-    """What is the same of tensors that are tied."""
-    ordinary = type(tensor) in (Tensor, nn.Parameter)
-    return (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()) if ordinary else id(tensor)
+    """What is the same of ordinary tensors that are tied."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _same(before: Tensor, now: Tensor) -> bool:
     """Whether values are what they were, converted to the type that they have now."""
-    before = before.to(now.dtype)
-    return torch.equal(before, now) or torch.equal(torch.nan_to_num(before), torch.nan_to_num(now))
+    before = before.to(now)
+    same_shape = before.shape == now.shape
+    return torch.equal(before, now) or (same_shape and torch.allclose(before, now, rtol=0, atol=0, equal_nan=True))
 
 
 def change_of_base(
-    base: Any,
-    config: DraftHeadConfig,
-    as_loaded: Mapping[str, tuple[Any, ...]] | None,
-    given: Mapping[str, Tensor],
-    folder: Path,
+    base: Any, config: DraftHeadConfig, as_loaded: AsLoaded | None, given: Mapping[str, Tensor], folder: Path
 ) -> str | None:
     """Why a base is not the one that a config names; None if it is. Adapters do not count: they are always saved.
 
-    All values of tensors that have the same name in files there are compared; of others, what was noted when it was
+    All values of tensors that have the same name in files of it are compared; of others, what was noted when it was
     loaded. Tensors that are `given` stand in the place of its own; heads are about to be saved in a folder.
     """
     name, adapters = config.base_model_name_or_path, adapters_of(base)
@@ -357,7 +368,7 @@ def change_of_base(
     if (quantizer := quantizer_of(base)) is not None and not quantizer.pre_quantized:
         return "it was quantized when it was loaded"
     own = tensors_of(base)
-    if others := sorted(set(own) ^ set(as_loaded)):
+    if others := sorted(set(own) ^ set(as_loaded.tensors)):
         return f"{others[0]} came or went"
     if os.path.isdir(name) and not any(file.suffix in WEIGHT_SUFFIXES for file in Path(name).iterdir()):
         return f"there are no weights in {name!r}"
@@ -366,35 +377,19 @@ def change_of_base(
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
     rest, alike = {**own, **given}, set[Any]()
-    for file in _files_of(base, config):
+    for file in filter(os.path.isfile, _files_of(base, config) or as_loaded.files):
         with safe_open(file, framework="pt") as stored:
-            for key in set(stored.keys()) & set(rest):
-                if (same := _same_as(stored.get_slice(key), rest[key].detach())) is False:
+            for key in filter(lambda key: key in rest and _is_compared(rest[key]), stored.keys()):
+                if not _same(stored.get_tensor(key), rest[key].detach()):
                     return f"{key} has another shape or other values than in {name!r}"
-                if same:
-                    alike.add(_place_in_memory(rest.pop(key)))
+                alike.add(_place_in_memory(rest.pop(key)))
     for key, tensor in rest.items():
-        if _place_in_memory(tensor) in alike:  # an lm_head that is the embeddings, of which files hold one
+        if _is_compared(tensor) and _place_in_memory(tensor) in alike:  # an lm_head that is the embeddings
             continue
-        if key in given and (key not in own or not torch.equal(tensor, own[key])):
-            return f"{key} is another"
-        (form, writes, values), (form_now, writes_now, now) = as_loaded[key], _print(own[key])
-        if form != form_now:
-            return f"{key} has another shape or is quantized"
-        if writes != writes_now or not (values is None or now is None or _same(values, now)):
-            return f"{key} has other values"
+        (before, values), (form, now) = as_loaded.tensors.get(key) or (None, None), _print(tensor)
+        if form != before or not (values is None or now is None or _same(values, now)):
+            return f"{key} has another shape, form or other values"
     return None
-
-
-def _same_as(stored: Any, now: Tensor) -> bool | None:
-    """Whether a tensor in a file is this one; None if they cannot be compared."""
-    if not now.is_floating_point() or now.is_meta or hasattr(now, "to_local") or not now.dim():
-        return None
-    if tuple(stored.get_shape()) != tuple(now.shape):
-        return False
-    rows = max(1, COMPARED // max(1, now[:1].numel()))
-    parts = [slice(start, start + rows) for start in range(0, len(now), rows)]
-    return all(_same(stored[part].to(now.device), now[part]) for part in parts)
 
 
 def _other_field(ours: PreTrainedConfig, there: dict[str, Any]) -> str | None:

@@ -3,12 +3,13 @@
 import copy
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from torch import Tensor
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
@@ -32,8 +33,8 @@ def read_heads_config(
     """The config of a checkpoint with draft heads of a family, or the one that is given instead."""
     fields = {"model_type": chosen.model_type} if chosen is not None else _heads_fields(path, hub)
     model_type = str(fields.get("model_type"))
-    known = [name for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX)]
-    wanted = sorted(known) if family is DraftHeadConfig else [family.model_type]
+    known = sorted(name for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
+    wanted = known if family is DraftHeadConfig else [family.model_type]
     if model_type in wanted:
         config = CONFIG_MAPPING[model_type].from_dict(fields) if chosen is None else copy.deepcopy(chosen)
         if family is DraftHeadConfig and config.base_config is None:
@@ -131,10 +132,18 @@ def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
         raise OSError(f"{name} of {path!r} cannot be fetched ({in_one_line(error)}).") from error
 
 
+def is_local(name: str, checkpoint: str | os.PathLike) -> bool:
+    """Whether the name of a model, as the config of a checkpoint gives it, is a path and no Hub id."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return True
+    return (Path(checkpoint) / name).is_dir()
+
+
 def is_missing_folder(name: str) -> bool:
     """Whether a name can be no id on the Hub but only that of a folder, and there is none."""
-    local = os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1
-    return local and not os.path.isdir(name)
+    return not os.path.isdir(name) and is_local(name, os.curdir)
 
 
 @torch.inference_mode(False)

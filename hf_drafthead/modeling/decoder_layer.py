@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from hf_drafthead.bases.probe import CHOOSES_KEYS
 from hf_drafthead.bases.releases import CACHE, cache_argument
 from hf_drafthead.bases.slots import SlotCache
+from hf_drafthead.modeling.layers import Undrawn
 
 FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "norm_f")
 FULL_ATTENTION = ("full_attention",)
@@ -272,7 +273,7 @@ def has_layers(config: PreTrainedConfig, layer_types: tuple[str, ...] = FULL_ATT
     if any(getattr(config, name, None) for name in CHOOSES_KEYS):  # by an index that the model hands to its layers
         return False
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), Undrawn():
             layer = DecoderLayer(config, layer_types=layer_types, rotary=rotary)
             if layer.rotary is not None:
                 layer.rotary(torch.zeros(1, 2, config.hidden_size), torch.zeros(1, 2), **layer._rotary_kind)

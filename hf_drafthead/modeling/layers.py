@@ -9,8 +9,23 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import LlamaConfig
 from transformers.configuration_utils import PreTrainedConfig
+
+DRAWS = {"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"}  # of tensors and torch.nn.init
+WRITES = {"zero_", "fill_"}
+
+
+class Undrawn(TorchFunctionMode):
+    """Parameters made in this thread get no values: others are about to take their place."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")  # transformers puts functions of its own there
+        unset = name in WRITES and any(isinstance(tensor, nn.Parameter) for tensor in (args[0], args[0]._base))
+        if unset or name in DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return (torch.empty if function is torch.randn else function)(*args, **(kwargs or {}))
 
 
 class ResidualBlock(nn.Module):

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
@@ -21,41 +20,31 @@ from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP
 from hf_drafthead.modeling.adapters import activate, find_adapter, load_adapter
 from hf_drafthead.modeling.base_model import (
+    AsLoaded,
     auto_class,
     fingerprint,
-    is_local,
     last_layer,
     load_base,
     locate_base,
+    name_base,
     width_of,
 )
 from hf_drafthead.modeling.checkpoint import check_tensors, read_generation_settings, read_heads_config, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import in_one_line, shortened
-from hf_drafthead.modeling.layers import share_start
+from hf_drafthead.modeling.layers import Undrawn, share_start
 
 logger = logging.get_logger(__name__)
 
 LoadedModel = TypeVar("LoadedModel", bound="LoadableModel")
 
-# Arguments of from_pretrained for the heads' own files, and for every download.
-HEADS_ARGUMENTS = {"revision", "subfolder", "_from_auto", "_from_pipeline", "adapter_kwargs"}
 LARGE_PROJECTIONS = 1 << 24  # parameters from which heads' own projections may be shared instead
 FOUND_BY_CALLS = {"_readers"}  # attributes
-HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}
+HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}  # of every download
+PLACE_ARGUMENTS = HUB_ARGUMENTS | {"revision", "subfolder"}
 # What says how a base is computed with, which AutoModel puts into the config of the heads.
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-DRAWS = {"normal_", "uniform_", "kaiming_uniform_", "trunc_normal_"}  # of tensors and torch.nn.init
-
-
-class Undrawn(TorchFunctionMode):
-    """Of what is made in this thread, values that would be drawn are left out: others are about to take their place."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "") in DRAWS:  # transformers puts functions of its own there
-            return args[0] if args else kwargs["tensor"]
-        return (torch.empty if function is torch.randn else function)(*args, **(kwargs or {}))
 
 
 class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
@@ -64,7 +53,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     config: DraftHeadConfig
     drafter_class: ClassVar[type[Drafter]]
     checkpoint_revision: str | None = None
-    _as_loaded: Mapping[str, Any] | None = None  # what the base was; None if it was never loaded
+    _as_loaded: AsLoaded | None = None  # what the base was; None if it was never loaded
 
     def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
         if not isinstance(config.base_config, PreTrainedConfig):
@@ -217,7 +206,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         known = {*vars(GenerationConfig()), *DraftSettings.names()} - {"transformers_version"}
         said = {name: stored[name] for name in known & set(stored) if name[0] != "_" and stored[name] is not None}
         with _building(str(self.name_or_path)):
-            read = vars(HeadsGenerationConfig.from_dict(said))
+            read = vars(HeadsGenerationConfig(**said))
         ours.__dict__.update({name: read[name] for name in said})
         self.generation_config = ours
 
@@ -263,9 +252,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if "state_dict" in kwargs:
             raise TypeError("state_dict= is not taken: load the heads, then model.load_state_dict(...).")
         path = os.fspath(pretrained_model_name_or_path)
-        fetch = {key: kwargs.pop(key) for key in HUB_ARGUMENTS & set(kwargs)}
-        heads = {key: kwargs.pop(key) for key in HEADS_ARGUMENTS & set(kwargs)}
-        hub = fetch | {key: heads[key] for key in ("revision", "subfolder") if heads.get(key) is not None}
+        hub = {key: value for key in PLACE_ARGUMENTS & set(kwargs) if (value := kwargs.pop(key)) is not None}
+        from_auto = {key: kwargs.pop(key, None) for key in ("_from_auto", "_from_pipeline", "adapter_kwargs")}
         if isinstance(pieces := kwargs.get("device_map"), dict):  # of the whole model
             of_base = {f".{name}".removeprefix(".base").lstrip("."): place for name, place in pieces.items()}
             kwargs["device_map"] = {name: place for name, place in of_base.items() if name != "drafter"}
@@ -290,7 +278,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if inside and base_model is None:
             base = model._from_inside(inside, settings, kwargs)
         else:
-            base = model._take_base(path, base_model, base_revision, fetch, hub, kwargs)
+            base = model._take_base(path, base_model, base_revision, hub, kwargs)
         for note in compare(base) if convert else ():
             logger.warning_once(f"{path!r}: {note}")
         model.attach(base)
@@ -302,10 +290,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model._as_loaded = fingerprint(base, model.config)
         model._take_adapters(path, hub, live)
         if not convert:
-            of_both = dict(heads.get("adapter_kwargs") or {})  # of transformers, which looked for one with the heads
+            of_both = dict(from_auto["adapter_kwargs"] or {})  # of transformers, which looked for one with the heads
             if folder := find_adapter(of_both.pop("_adapter_model_path", None) or path, {**hub, **of_both}):
                 model.load_adapter(folder)
-        model.checkpoint_revision = heads.get("revision")
+        model.checkpoint_revision = hub.get("revision")
         if generation_config is not None:
             model.generation_config = HeadsGenerationConfig.of(generation_config)
         model = make_exact(model) if exact else model
@@ -350,41 +338,29 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         path: str,
         chosen: str | os.PathLike | nn.Module | None,
         revision: str | None,
-        fetch: Mapping[str, Any],
         hub: Mapping[str, Any],
-        arguments: dict[str, Any],
+        arguments: Mapping[str, Any],
     ) -> Any:
         """The base that these heads run on, checked against what they were trained for: the one that the user has
-        chosen, the one beside them, or the one that the config names.
-
-        Args:
-            fetch, hub: keyword arguments of every download, and of those of the heads.
-            arguments: for loading the base.
-        """
-        config, inside = self.config, hub.get("subfolder")
+        chosen, the one beside them, or the one that the config names."""
+        config, inside, arguments = self.config, hub.get("subfolder"), dict(arguments)
         place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
-        recorded, included = config.base_model_name_or_path, config.base_included
-        named, arguments = {**fetch, "revision": revision}, dict(arguments)
-        beside = chosen is None and included
-        if beside:
+        if chosen is None and config.base_included:
             if revision is not None:
                 raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
-            chosen, arguments["use_safetensors"] = path, True  # a pickle could run code
-            named = {**hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
-        elif chosen is None:
+            hub = {**hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
+            arguments["use_safetensors"] = True  # a pickle could run code
+            return load_base(path, hub, arguments, checkpoint=place, config=config)[0]
+        hub = {**hub, "revision": revision, "subfolder": None}
+        if chosen is None:
             chosen = locate_base(config, place)
-            named |= {"revision": revision or config.base_model_revision, "subfolder": config.base_subfolder}
+            hub |= {"revision": revision or config.base_model_revision, "subfolder": config.base_subfolder}
             arguments["gguf_file"] = arguments.get("gguf_file") or config.base_gguf_file
             if config.base_quantization is not None and "quantization_config" not in arguments:
                 arguments["quantization_config"] = _quantization(config.base_quantization)
-        base, origin = load_base(chosen, named, arguments, checkpoint=place, config=config)
-        if beside:
-            return base
-        name = origin["base_model_name_or_path"]
-        if name != recorded and recorded and not included and not is_local(recorded, place):
-            config.base_origin = recorded
-        if name != recorded or not isinstance(chosen, nn.Module):  # which has no more than its name
-            config.update({"base_gguf_file": None, "base_subfolder": None, **origin})
+        base, origin = load_base(chosen, hub, arguments, checkpoint=place, config=config)
+        if not isinstance(chosen, nn.Module) or origin["base_model_name_or_path"] != config.base_model_name_or_path:
+            name_base(config, place, origin)  # a live one has no more than its name
         config.base_included = False
         return base
 
