@@ -105,19 +105,17 @@ class Asked:
     method: str
     path: str
     token: str | None
-    range: str | None
     storage: bool
 
 
 @dataclass
 class Fault:
-    """Answer the next `times` requests that match with `status`, or cut them after `after` bytes."""
+    """Answer the next `times` requests that match with `status`."""
 
     method: str
     path: str
     times: int
-    status: int | None = None
-    after: int | None = None
+    status: int
 
 
 class Refused(Exception):
@@ -174,9 +172,9 @@ class LoopbackHub:
             self.stored[found.sha256] = data
         return found
 
-    def fail(self, method: str, path: str, times: int, *, status: int | None = None, after: int | None = None) -> None:
-        """Let the next requests fail whose path matches a regular expression: with a status, or cut after bytes."""
-        self.faults.append(Fault(method, path, times, status, after))
+    def fail(self, method: str, path: str, times: int, *, status: int) -> None:
+        """Let the next requests fail whose path matches a regular expression."""
+        self.faults.append(Fault(method, path, times, status))
 
     def fault(self, method: str, path: str) -> Fault | None:
         """The fault that this request meets."""
@@ -214,16 +212,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.route, self.query = unquote(split.path), parse_qs(split.query)
         authorization = self.headers.get("Authorization")
         self.token = authorization.removeprefix("Bearer ") if authorization else None
-        self.hub.asked.append(Asked(self.command, self.path, self.token, self.headers.get("Range"), self.is_storage))
-        fault = self.hub.fault(self.command, self.path)
-        length = int(self.headers.get("Content-Length") or 0)
-        if fault and fault.after is not None and length:
-            self.rfile.read(min(fault.after, length))
-            return self.cut()
+        self.hub.asked.append(Asked(self.command, self.path, self.token, self.is_storage))
         # Read before any answer: what is left over would be taken for the next request.
-        self.body = self.read_body(length)
-        self.cut_after = fault.after if fault else None
-        if fault and fault.status:
+        self.body = self.read_body(int(self.headers.get("Content-Length") or 0))
+        if fault := self.hub.fault(self.command, self.path):
             return self.answer(fault.status, {"error": "try again"})
         try:
             self.dispatch()
@@ -249,10 +241,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return data
 
-    def cut(self) -> None:
-        self.close_connection = True
-        self.connection.close()
-
     def answer(self, status: int, content: Any = None, headers: dict[str, str] | None = None) -> None:
         data = content if isinstance(content, bytes) else b"" if content is None else json.dumps(content).encode()
         self.send_response(status)
@@ -261,22 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data[: self.cut_after])
-            if self.cut_after is not None and self.cut_after < len(data):
-                self.wfile.flush()
-                self.cut()
-
-    def answer_file(self, data: bytes, headers: dict[str, str]) -> None:
-        """The file, or the range of it that was asked for."""
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        headers = {"Accept-Ranges": "bytes", **headers}
-        if not wanted:
-            return self.answer(200, data, headers)
-        first, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
-        if first >= len(data):
-            return self.answer(416, b"", {"Content-Range": f"bytes */{len(data)}"})
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-        self.answer(206, data[first : last + 1], headers)
+            self.wfile.write(data)
 
 
 class _Storage(_Handler):
@@ -291,7 +264,7 @@ class _Storage(_Handler):
             return self.answer(200, b"", {"ETag": f'"{sha}"'})
         if sha not in self.hub.stored:
             raise Refused(404)
-        self.answer_file(self.hub.stored[sha], {"ETag": f'"{sha}"'})
+        self.answer(200, self.hub.stored[sha], {"ETag": f'"{sha}"'})
 
 
 class _Hub(_Handler):
@@ -491,7 +464,7 @@ class _Hub(_Handler):
             place = f"{self.hub.storage_url}/lfs/{blob.sha256}"
             linked = {"X-Linked-Etag": f'"{blob.sha256}"', "X-Linked-Size": str(len(blob.data)), "Location": place}
             return self.answer(302, b"", headers | linked)
-        self.answer_file(blob.data, headers | {"ETag": f'"{blob.sha1}"'})
+        self.answer(200, blob.data, headers | {"ETag": f'"{blob.sha1}"'})
 
 
 API = r"/api/models/(?P<repo>[^/]+/[^/]+)"

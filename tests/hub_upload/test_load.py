@@ -110,19 +110,6 @@ print(json.dumps([model.config.draft_model_name_or_path, model.config.draft_mode
     assert clients.run(code).said == ["org/draft", draft.refs["main"]]
 
 
-@pytest.mark.slow
-def test_without_the_network_the_cache_will_do(hub, heads, clients):
-    load(clients, home="shared")
-    hub.asked.clear()
-    assert load(clients, {"local_files_only": True}, home="shared").code == 0
-    assert hub.asked == []
-    line = last_line(load(clients, {"local_files_only": True}))
-    assert line.startswith("OSError: 'org/heads' is no draft-head checkpoint (We couldn't connect")
-    hub.fail("HEAD", "/org/", times=99, status=503)
-    hub.fail("GET", "/api/", times=99, status=503)
-    assert load(clients, home="shared").code == 0
-
-
 NO_SUCH = "org/{} is not a local folder and is not a valid model identifier listed on"
 IS_GATED = "You are trying to access a gated repo. Make sure to have access to it at"
 REFUSALS = {
@@ -185,27 +172,6 @@ def test_a_revision_that_is_not_there(hub, base, heads, clients):
     base.commit({}, "all anew")
     line = last_line(load(clients, loader="AutoModel"))
     assert line.startswith("OSError: the base 'org/base' of 'org/heads' cannot be read (")
-
-
-# What has arrived is written down in pieces of 10 MB: here of 1 kB, so that small files will do.
-PIECES = "import huggingface_hub\nhuggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 1000\n"
-GET_HEADS = PIECES + "model = AutoModel.from_pretrained('org/heads')"
-
-
-def test_a_download_that_is_cut_goes_on_where_it_was(hub, heads, clients):
-    hub.fail("GET", "^/lfs/", times=2, after=30_000)
-    assert clients.run(GET_HEADS).code == 0
-    assert [one.range for one in hub.asked if one.storage][:3] == [None, "bytes=30000-", "bytes=60000-"]
-
-
-def test_a_download_that_was_given_up_keeps_the_files_that_have_arrived(hub, heads, clients):
-    hub.fail("GET", "^/lfs/", times=1, after=30_000)
-    hub.fail("GET", "^/lfs/", times=1, status=500)
-    line = last_line(clients.run(GET_HEADS, home="given up"))
-    assert line.startswith("OSError: model.safetensors of 'org/heads' cannot be fetched (") and "500" in line
-    hub.asked.clear()
-    assert clients.run(GET_HEADS, home="given up").code == 0
-    assert hub.count("GET", "^/org/heads/resolve/.*/config.json") == 0
 
 
 def test_a_busy_storage_says_whose_file_it_is(hub, base, heads, clients):

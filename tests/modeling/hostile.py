@@ -1,6 +1,6 @@
 """Checkpoints that nobody should be able to harm a user with: each case changes a good one, and is refused in one line.
 
-Run as a script it prints, as JSON, what the cases and the good checkpoints cost in a process of their own:
+Run as a script it prints what memory the cases, or the good checkpoints, take in a process of their own:
 
     python -m tests.modeling.hostile good | cases
 """
@@ -9,12 +9,10 @@ import contextlib
 import io
 import json
 import multiprocessing
-import resource
 import shutil
 import struct
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,11 +159,9 @@ HEADS: dict[str, tuple[Change, str]] = {
     ),
     "no name of a base": (config(base_model_name_or_path=None), "' does not say which base it was trained for: "),
     "a million heads": (config(num_draft_heads=10**6), "num_draft_heads is 1000000: expected a whole number from 1"),
-    "a million blocks": (config(num_layers=10**6), "num_layers is 1000000: expected a whole number from 1 to 32."),
     "heads as text": (config(num_draft_heads="x" * 10**5), "num_draft_heads is 'xxx"),
     "a billion layers": (config(base_config__num_hidden_layers=10**9), "has num_hidden_layers 1000000000: expected"),
     "a billion labels": (config(num_labels=10**9), "has num_labels 1000000000: expected at most 65536."),
-    "labels of the base": (config(base_config__num_labels=10**9), "num_labels 1000000000: expected at most 65536."),
     "no attention heads": (config(base_config__num_attention_heads=0), "base_config is no config of a 'llama' model"),
     "no hidden size": (config(base_config__hidden_size=0), "base_config has hidden_size 0: expected a whole number"),
     "no vocabulary": (config(base_config__vocab_size=-1), "base_config has vocab_size -1: expected a whole number"),
@@ -187,20 +183,13 @@ HEADS: dict[str, tuple[Change, str]] = {
     "settings too deep": (text("generation_config.json", "[" * 10**5), NO_JSON + "maximum recursion depth"),
     "settings too large": (settings(x="x" * 2**21), "bytes, expected at most 2,097,152"),
     "a tree of 10^4 nodes": (settings(draft_tree=lambda: [[n] for n in range(10**4)]), "a tree has more than 4,096 no"),
-    "a tree of 10^6 nodes": (settings(draft_tree=lambda: [[n] for n in range(10**6)]), "bytes, expected at most 2,097"),
-    "a tree of depth 3,000": (settings(draft_tree=lambda: [[0] * n for n in range(1, 3001)]), "bytes, expected at mos"),
     "a tree of text": (settings(draft_tree=["00"]), "a tree has the path '00' (str)"),
     "no header": (text("model.safetensors", ""), UNREADABLE),
     "a header cut off": (text("model.safetensors", "abcdefgh{"), UNREADABLE + "its header has"),
     "tensors cut off": (cut_off, UNREADABLE + "Error while deserializing header: incomplete metadata"),
     "a header without end": (weights(b"x", length=2**63), UNREADABLE + "its header has 9,223,372,036,854,775,808"),
-    "a deep header": (weights(b"[" * 10**6), UNREADABLE),
-    "a list as header": (weights([1]), UNREADABLE + "Error while deserializing header: invalid JSON"),
     "tensors that overlap": (weights({"a": tensor(0, 4, [1]), "b": tensor(2, 6, [1])}, bytes(6)), UNREADABLE),
-    "a hole": (weights({"a": tensor(0, 4, [1]), "b": tensor(8, 12, [1])}, bytes(12)), UNREADABLE),
-    "a shape without end": (weights({"a": tensor(0, 0, [2**40, 2**40])}), UNREADABLE),
     "an empty shape": (weights({BIAS: tensor(0, 0, [0, 2**62])}), "lacks the tensor 'drafter.blocks.0.weight'"),
-    "10^4 dimensions": (weights({BIAS: tensor(0, 0, [0] * 10**4)}), "lacks the tensor 'drafter.blocks.0.weight'"),
     "30,000 tensors": (weights(lambda: {f"a{n}": tensor(0, 0, [0]) for n in range(30_000)}), "lacks the tensor 'draft"),
     "10^6 tensors": (
         weights(lambda: {f"a{n}": tensor(0, 0, [0]) for n in range(10**6)}),
@@ -218,10 +207,8 @@ SHARDS: dict[str, tuple[Change, str]] = {
     "a number as shard": (all_in(7), "names the file '7': expected the name of a safetensors file in the same fold"),
     "a shard of another folder": (all_in("../heads/model.safetensors"), "names the file '../heads/model.safet"),
     "a shard of Windows": (all_in("..\\heads\\model.safetensors"), "names the file '..\\\\heads\\\\model.safet"),
-    "a shard of a drive": (all_in("C:model.safetensors"), "names the file 'C:model.safetensors': expected the"),
     "a shard by its path": (all_in("/etc/model.safetensors"), "names the file '/etc/model.safetensors': exp"),
     "30,000 shards": (index(weight_map={f"a{n}": f"{n}.safetensors" for n in range(30_000)}), "lacks 0.safeten"),
-    "an index too deep": (text("model.safetensors.index.json", '{"a":' * 10**5), NO_JSON),
 }
 ADAPTER: dict[str, tuple[Change, str]] = {
     "an adapter as pickle": (pickled_adapter, "holds an adapter without adapter_model.safetensors; a pickle"),
@@ -275,10 +262,8 @@ def info(path: Path) -> tuple[int, str]:
     raise AssertionError("main has not ended")
 
 
-def measure(what: str) -> dict[str, Any]:
-    """CPU seconds of every second case (or of every good checkpoint), and the peak memory of the process in MB."""
-    resource.setrlimit(resource.RLIMIT_CPU, (300, 300))
-    seconds = {}
+def measure(what: str) -> float:
+    """The peak memory in MB of a process that tries every second case, or every good checkpoint."""
     with tempfile.TemporaryDirectory() as name:
         good = Path(name) / "good"
         good_checkpoints(good)
@@ -293,16 +278,14 @@ def measure(what: str) -> dict[str, Any]:
                 making.start()
                 making.join()
                 path = folder / "copy"
-            began = time.process_time()
             info(path)
             with contextlib.suppress(OSError, TypeError, ValueError):
                 MedusaForCausalLM.from_pretrained(path)
-            seconds[case] = time.process_time() - began
             shutil.rmtree(folder)
     with open("/proc/self/status") as status:  # ru_maxrss would count what the process was that started this one
         peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
-    return {"seconds": seconds, "peak_mb": peak / 1024}
+    return peak / 1024
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1])))
+    print(measure(sys.argv[1]))

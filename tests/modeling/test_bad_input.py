@@ -84,7 +84,8 @@ def test_a_folder_that_is_not_there(heads):
         AutoModel.from_pretrained(heads, base_model="./nowhere/at all")
 
 
-@pytest.mark.parametrize("form", ["path", "object"])
+@pytest.mark.few(5)
+@pytest.mark.parametrize("form", ["path", "object", "named"])
 @pytest.mark.parametrize(
     "kind, fields, words, trained, given",
     [
@@ -95,19 +96,14 @@ def test_a_folder_that_is_not_there(heads):
 )
 def test_heads_for_another_base(heads, form, kind, fields, words, trained, given):
     other = tiny_base(kind, **fields)
-    other.save_pretrained(heads.parent / "other")
+    place = heads.parent / ("base" if form == "named" else "other")
+    other.save_pretrained(place)
     message = (
         f"these heads were trained for '../base' ({words} {trained}); the base at '...' has {words} {given}: load the "
         "first (base_revision= is its commit), or train heads for the second."
     )
     with refused(ValueError, message):
-        MedusaForCausalLM.from_pretrained(heads, base_model=heads.parent / "other" if form == "path" else other)
-
-
-def test_a_base_that_has_changed(heads):
-    tiny_base("llama-gqa", hidden_size=64, intermediate_size=64).save_pretrained(heads.parent / "base")
-    with refused(ValueError, "these heads were trained for '../base' (hidden size 32); the base at '...base' has ..."):
-        MedusaForCausalLM.from_pretrained(heads)
+        MedusaForCausalLM.from_pretrained(heads, base_model={"path": place, "object": other}.get(form))
 
 
 def test_a_revision_for_a_checkpoint_that_has_its_own_base(heads):
@@ -117,18 +113,17 @@ def test_a_revision_for_a_checkpoint_that_has_its_own_base(heads):
         AutoModel.from_pretrained(heads.parent / "whole", base_revision="main")
 
 
-@pytest.mark.parametrize("argument", [{"dtype": "bfloat16"}, {"device_map": "auto"}])
-def test_loading_arguments_for_a_base_that_is_loaded(heads, argument):
+@pytest.mark.parametrize("name, value", [("dtype", "bfloat16"), ("device_map", "auto")])
+def test_loading_arguments_for_a_base_that_is_loaded(heads, name, value):
     base = tiny_base()
-    (name, value), *_ = argument.items()
     message = (
         f"{name}={value!r} is for loading a base, but the base given is a loaded LlamaForCausalLM: set it when the "
         "base is loaded."
     )
     with refused(TypeError, message):
-        MedusaForCausalLM.from_pretrained(heads, base_model=base, **argument)
+        MedusaForCausalLM.from_pretrained(heads, base_model=base, **{name: value})
     with refused(TypeError, message):
-        MedusaForCausalLM.from_base(base, **argument)
+        MedusaForCausalLM.from_base(base, **{name: value})
 
 
 def test_a_base_for_new_heads_that_is_not_there(tmp_path):
@@ -177,19 +172,17 @@ ONLY = (
 )
 
 
-@pytest.mark.parametrize("loaded", [True, False], ids=["loaded", "by path"])
-def test_a_base_that_is_no_decoder_only_language_model(loaded, tmp_path):
+def test_a_base_that_is_no_decoder_only_language_model(tmp_path):
     model = T5ForConditionalGeneration(T5Config(**T5))
     model.save_pretrained(tmp_path / "t5")
-    shown = "T5ForConditionalGeneration" if loaded else "...t5"
-    with refused(ValueError, f"'{shown}' is an encoder-decoder model (t5){ONLY}"):
-        MedusaForCausalLM.from_base(model if loaded else tmp_path / "t5")
-
-
-def test_a_base_that_is_no_language_model(tmp_path):
     ViTConfig().save_pretrained(tmp_path / "vit")
-    with refused(ValueError, f"'...vit' is no language model (vit){ONLY}"):
-        MedusaForCausalLM.from_base(tmp_path / "vit")
+    for base, said in (
+        (model, "'T5ForConditionalGeneration' is an encoder-decoder model (t5)"),
+        (tmp_path / "t5", "'...t5' is an encoder-decoder model (t5)"),
+        (tmp_path / "vit", "'...vit' is no language model (vit)"),
+    ):
+        with refused(ValueError, said + ONLY):
+            MedusaForCausalLM.from_base(base)
 
 
 def test_heads_on_heads(heads):
@@ -208,30 +201,19 @@ def test_a_misspelt_field_of_the_heads(heads, loaded):
         MedusaForCausalLM.from_base(tiny_base() if loaded else heads.parent / "base", num_heads=3)
 
 
-@pytest.mark.parametrize("save", ["save_pretrained", "push_to_hub"])
-def test_an_argument_that_saving_does_not_know(heads, save):
-    with pytest.raises(TypeError, match="include_code"):
-        getattr(MedusaForCausalLM.from_pretrained(heads), save)(str(heads), include_code=True)
-
-
-def test_arguments_of_transformers_that_would_be_ignored(heads):
+def test_arguments_and_places_with_which_nothing_can_be_loaded_or_saved(heads):
     model = MedusaForCausalLM.from_pretrained(heads)
     with refused(TypeError, "state_dict= is not taken: load the heads, then model.load_state_dict(...)."):
         MedusaForCausalLM.from_pretrained(heads, state_dict=model.state_dict())
-    with pytest.raises(TypeError, match="has no argument variant="):
-        model.save_pretrained(heads, variant="fp16")
-    with pytest.raises(TypeError, match="has no argument push_to_hub=: leave it out; push_to_hub"):
-        model.save_pretrained(heads, push_to_hub=True)
-
-
-def test_a_folder_that_is_a_file(heads):
+    with pytest.raises(TypeError, match="include_code"):
+        model.push_to_hub("org/heads", include_code=True)
+    for name in ("variant", "push_to_hub", "include_code"):
+        with pytest.raises(TypeError, match=f"has no argument {name}=: leave it out; push_to_hub"):
+            model.save_pretrained(heads, **{name: True})
     (heads.parent / "file").write_text("mine")
     with refused(OSError, "'...file' is a file: give a folder to save in."):
-        MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads.parent / "file")
-
-
-def test_an_argument_that_accelerate_hands_on(heads):
-    MedusaForCausalLM.from_pretrained(heads).save_pretrained(heads, save_function=print)
+        model.save_pretrained(heads.parent / "file")
+    model.save_pretrained(heads, save_function=print)  # as accelerate hands it on
 
 
 @pytest.mark.parametrize("fields", [[], "x", {}, {"quant_method": "none"}, {"quant_method": 2}])
