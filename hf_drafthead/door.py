@@ -30,7 +30,7 @@ from hf_drafthead.modeling.checkpoint import (
 )
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, from_base
-from hf_drafthead.modeling.files import in_one_line, read_json, shortened
+from hf_drafthead.modeling.files import read_json, refusing, shortened
 from hf_drafthead.modeling.gguf_files import split_gguf
 from hf_drafthead.modeling.loading import PLACE_ARGUMENTS
 from hf_drafthead.modeling.mtp import COUNTS, MtpForCausalLM
@@ -103,12 +103,9 @@ def recognize(name: str, hub: Mapping[str, Any] | None = None) -> Found:
         raise OSError(f"{name!r} is no folder, id or file of weights: give one.")
     config_file = fetch_file(name, CONFIG, hub)
     config = read_json(config_file) if config_file else {}
-    try:
+    of_values = (AttributeError, LookupError, TypeError)
+    with refusing(ValueError, f"{name!r} has a config.json that cannot be used", "correct it.", of=of_values):
         return _of_config(name, config, hub)
-    except (AttributeError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"{name!r} has a config.json that cannot be used ({in_one_line(error)}): correct it."
-        ) from error
 
 
 def _of_config(name: str, config: Mapping[str, Any], hub: Mapping[str, Any]) -> Found:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, ModelInfo, errors, hf_hub_download
 
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
-from hf_drafthead.modeling.files import in_one_line, read_json
+from hf_drafthead.modeling.files import in_one_line, read_json, refusing
 
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(
@@ -60,12 +60,10 @@ class Destination:
 
 def download(repo_id: str, name: str, revision: str | None, token: str | bool | None) -> Path | None:
     """A file of a repository, here; None if it has none: transformers takes one that is refused for a missing one."""
-    try:
+    none = suppress(errors.RemoteEntryNotFoundError, errors.HFValidationError)  # a path, when the model was loaded
+    with refusing(OSError, f"{name} of {repo_id!r} cannot be fetched", of=(HTTP_ERROR, OSError)), none:
         return Path(hf_hub_download(repo_id, name, revision=revision, token=token))
-    except (errors.RemoteEntryNotFoundError, errors.HFValidationError):  # a path that was one when the model was loaded
-        return None
-    except (HTTP_ERROR, OSError) as error:
-        raise OSError(f"{name} of {repo_id!r} cannot be fetched ({in_one_line(error)}).") from error
+    return None
 
 
 def look(target: Target) -> Destination:

@@ -17,7 +17,7 @@ from hf_drafthead.hub_upload.destination import Target, download
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, read_tensors
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
-from hf_drafthead.modeling.files import edit_json, in_one_line
+from hf_drafthead.modeling.files import edit_json, refusing
 
 CARD = "README.md"
 # Files that a training and its measurements write; all other pictures are drawn again with the card.
@@ -154,12 +154,10 @@ def _loaded_from(model: DraftHeadPreTrainedModel, token: str | bool | None) -> P
     if not name or os.path.isdir(name):
         return Path(name) if name and (Path(name) / "config.json").is_file() else None
     wanted = ["config.json", "model*.safetensors", INDEX, CARD, *FACTS, *TOKENIZER]
-    try:
+    none = suppress(RepositoryNotFoundError, ValueError)
+    with refusing(OSError, f"what belongs to the heads {name!r} cannot be fetched", of=(HTTP_ERROR, OSError)), none:
         return Path(snapshot_download(name, revision=model.checkpoint_revision, token=token, allow_patterns=wanted))
-    except (HTTP_ERROR, OSError, ValueError) as error:
-        if isinstance(error, (RepositoryNotFoundError, ValueError)):
-            return None
-        raise OSError(f"what belongs to the heads {name!r} cannot be fetched ({in_one_line(error)}).") from error
+    return None
 
 
 def _same_heads(source: Path, target: Path) -> bool:

@@ -27,7 +27,7 @@ from hf_drafthead.modeling.adapters import (
 from hf_drafthead.modeling.base_model import change_of_base, name_base, quantizer_of, replacing
 from hf_drafthead.modeling.checkpoint import WEIGHTS, is_local
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
-from hf_drafthead.modeling.files import in_one_line
+from hf_drafthead.modeling.files import refusing
 from hf_drafthead.modeling.loading import PLACE_ARGUMENTS, LoadableModel
 from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import NotCopied
@@ -167,15 +167,11 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 shards["save_original_format"] = False  # transformers cannot undo what it did to those of bitsandbytes
             if plain_base is base and state:  # else by names of adapted layers
                 shards["state_dict"] = state
-            try:
-                # its own class is told of no adapters
-                alone = altered(plain_base, hf_quantizer=quantizer, _hf_peft_config_loaded=False)
+            # its own class is told of no adapters
+            alone = altered(plain_base, hf_quantizer=quantizer, _hf_peft_config_loaded=False)
+            advice = "save it yourself, and name it (include_base=False, base_model=)."
+            with refusing(ValueError, "the base cannot be saved beside its heads", advice, but=OSError):
                 alone.save_pretrained(folder, is_main_process=is_main_process, **shards)
-            except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"the base cannot be saved beside its heads ({in_one_line(error)}): save it yourself, and name it "
-                    "(include_base=False, base_model=)."
-                ) from error
         if stored.base_adapters and is_main_process:
             of = stored.base_model_name_or_path
             elsewhere = of is not None and not stored.base_included and not is_local(of, folder.parent)

@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from hf_drafthead.modeling.checkpoint import (
     is_missing_folder,
 )
 from hf_drafthead.modeling.config import BASE_FOLDER, MODEL_TYPE_PREFIX, DraftHeadConfig, sub_config
-from hf_drafthead.modeling.files import in_one_line, read_json
+from hf_drafthead.modeling.files import read_json, refusing
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, split_gguf
 
 logger = logging.get_logger(__name__)
@@ -116,17 +116,12 @@ def load_base(
     return loaded, {**origin, "base_subfolder": hub.get("subfolder") or None}
 
 
-@contextmanager
-def _reading(called: str, wanted: str, gguf_file: str | None) -> Iterator[None]:
-    """Say in one line which base cannot be read: a folder without a model, a damaged file; GGUF readers raise
-    anything."""
-    try:
-        yield
-    except Exception as error:
-        if gguf_file is None and not isinstance(error, (OSError, ValueError, HTTP_ERROR, SafetensorError)):
-            raise
-        inside = f" (its file {gguf_file!r})" if gguf_file else ""
-        raise OSError(f"{called}{inside} cannot be read ({in_one_line(error)}): {wanted}") from error
+def _reading(called: str, wanted: str, gguf_file: str | None) -> AbstractContextManager[None]:
+    """Say in one line which base cannot be read: a folder without a model, or a damaged file."""
+    if gguf_file is None:
+        kinds = (OSError, ValueError, HTTP_ERROR, SafetensorError)
+        return refusing(OSError, f"{called} cannot be read", wanted, of=kinds)
+    return refusing(OSError, f"{called} (its file {gguf_file!r}) cannot be read", wanted)  # its readers raise anything
 
 
 def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -175,10 +170,8 @@ def check_base(config: DraftHeadConfig, base_config: PreTrainedConfig, name: str
 
 def fetch_config(name: str, revision: str | None, token: str | bool | None, **hub: Any) -> PreTrainedConfig:
     """The config of a base at a Hub id or folder, without running code that may lie beside it."""
-    try:
+    with refusing(OSError, f"config.json of the base {name!r} cannot be fetched", of=(OSError, HTTP_ERROR)):
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision or "main", token=token, **hub)
-    except (OSError, HTTP_ERROR) as error:
-        raise OSError(f"config.json of the base {name!r} cannot be fetched ({in_one_line(error)}).") from error
     return sub_config(f"the config of {name!r}", fields)
 
 
@@ -272,10 +265,8 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
         return False
     if gguf_file is None and not any(fetch_file(name, file, hub) for file in TOKENIZER_FILES):
         return False
-    try:
+    with refusing(ValueError, f"the tokenizer of {name!r} cannot be loaded", "copy one into the folder."):
         load_tokenizer(name, gguf_file, **hub).save_pretrained(folder)
-    except (HTTP_ERROR, OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {in_one_line(error)}") from error
     return True
 
 

@@ -16,7 +16,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX, DraftHeadConfig
-from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json, shortened
+from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json, refusing, shortened
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLE = "pytorch_model.bin"
@@ -57,14 +57,11 @@ def _heads_fields(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
     if is_missing_folder(path) or ("/" not in path and not os.path.isdir(path)):
         reason = f"{path!r} is a file" if os.path.isfile(path) else f"there is no folder {path!r}"
         raise OSError(f"{reason}: {GIVE_CHECKPOINT}.")
-    try:
+    what, advice = f"{path!r} is no draft-head checkpoint", f"{GIVE_CHECKPOINT}; {IN_ANOTHER_LAYOUT}."
+    with refusing(OSError, what, advice, of=(OSError, HTTP_ERROR)):
         fields, _ = DraftHeadConfig.get_config_dict(path, **hub)
         if not fields:
             raise OSError("there is no config.json, or it is empty")
-    except (OSError, HTTP_ERROR) as error:
-        raise OSError(
-            f"{path!r} is no draft-head checkpoint ({in_one_line(error)}): {GIVE_CHECKPOINT}; {IN_ANOTHER_LAYOUT}."
-        ) from error
     return fields
 
 
@@ -126,10 +123,8 @@ def weights_in(path: str, name: str, hub: Mapping[str, Any]) -> list[str] | None
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:
     """A file of a model, here; None if it has no such file."""
-    try:
+    with refusing(OSError, f"{name} of {path!r} cannot be fetched", of=(OSError, HTTP_ERROR)):
         return cached_file(path, name, _raise_exceptions_for_missing_entries=False, **hub)
-    except (OSError, HTTP_ERROR) as error:
-        raise OSError(f"{name} of {path!r} cannot be fetched ({in_one_line(error)}).") from error
 
 
 def is_local(name: str, checkpoint: str | os.PathLike) -> bool:

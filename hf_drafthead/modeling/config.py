@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import CONFIG_NAME
 
 from hf_drafthead.modeling.decoder_layer import has_layers
-from hf_drafthead.modeling.files import MAX_NESTING, in_one_line, is_deep, read_json, shortened
+from hf_drafthead.modeling.files import MAX_NESTING, is_deep, read_json, refusing, shortened
 from hf_drafthead.modeling.layers import llama_like
 from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import CODE_FILE, NotCopied, code_of, code_references, is_of_the_package
@@ -197,14 +197,9 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         _refuse_costly("the config", {name: value for name, value in config_dict.items() if name not in checked})
         _refuse_shadowing("the config", cls, config_dict)
         kept_fields = {name: value for name, value in config_dict.items() if name not in IMPLEMENTATIONS | OF_THE_BASE}
-        try:
+        # of the validation that transformers' configs have
+        with refusing(ValueError, "the config has a field that cannot be used", "correct it.", but=ValueError):
             return super().from_dict(kept_fields, **kwargs)
-        except ValueError:
-            raise
-        except Exception as error:  # of the validation that transformers' configs have
-            raise ValueError(
-                f"the config has a field that cannot be used ({in_one_line(error)}): correct it."
-            ) from error
 
     @classmethod
     def _dict_from_json_file(cls, json_file: str | os.PathLike) -> Any:
@@ -400,11 +395,9 @@ def sub_config(name: str, given: Any) -> Any:
     in_transformers = isinstance(model_type, str) and model_type in CONFIG_MAPPING
     config_class = CONFIG_MAPPING[model_type] if in_transformers else PreTrainedConfig
     _refuse_shadowing(name, config_class, fields)
-    try:
+    kind = f"a {shortened.repr(model_type)} model" if in_transformers else "a model"
+    with refusing(ValueError, f"{name} is no config of {kind}", "correct it."):  # each checks its fields in its own way
         config = config_class.from_dict(fields)
-    except Exception as error:  # each model's config checks its fields in its own way, if at all
-        kind = f"a {shortened.repr(model_type)} model" if in_transformers else "a model"
-        raise ValueError(f"{name} is no config of {kind} ({in_one_line(error)}): correct it.") from error
     if not in_transformers:
         config.model_type = model_type
     return config

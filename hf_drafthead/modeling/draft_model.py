@@ -29,7 +29,7 @@ from hf_drafthead.modeling.base_model import commit_of, full_name
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import next_level
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.files import in_one_line
+from hf_drafthead.modeling.files import refusing
 from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like
 from hf_drafthead.modeling.loading import HUB_ARGUMENTS
 
@@ -319,13 +319,11 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
 def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
     """A draft model by its Hub id or path, in the type that it was saved in."""
-    try:
+    what, advice = f"the draft model {name!r} cannot be loaded", "give the id or path of a small causal language model."
+    with refusing(
+        OSError, what, advice, of=(OSError, ValueError)
+    ):  # a folder that holds no model, or one of another kind
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **fetch, revision=revision or "main")
-    except (OSError, ValueError) as error:  # ValueError: a folder that holds no model, or one of another kind
-        raise OSError(
-            f"the draft model {name!r} cannot be loaded ({in_one_line(error)}): give the id or path of a small "
-            "causal language model."
-        ) from error
 
 
 def check_token_maps(config: Any, fetch: Mapping[str, Any]) -> None:

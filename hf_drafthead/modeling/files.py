@@ -75,17 +75,25 @@ def is_deep(value: Any) -> bool:
 @contextmanager
 def open_tensors(file: str | os.PathLike) -> Iterator[Any]:
     """An open safetensors file, as `safetensors.safe_open` gives it."""
-    try:
+    what = f"{os.fspath(file)!r} is not a readable safetensors file"
+    advice = "copy or download it again, and if it stays so, ask its author."
+    with refusing(OSError, what, advice, of=SafetensorError):
         with open(file, "rb") as stream:
             if (length := int.from_bytes(stream.read(8), "little")) > MAX_HEADER:
                 raise SafetensorError(f"its header has {length:,} bytes, expected at most {MAX_HEADER:,}")
         with safe_open(file, framework="pt") as tensors:
             yield tensors
-    except SafetensorError as error:
-        raise OSError(
-            f"{os.fspath(file)!r} is not a readable safetensors file ({in_one_line(error)}): copy or download "
-            "it again, and if it stays so, ask its author."
-        ) from None
+
+
+@contextmanager
+def refusing(kind: type[Exception], what: str, advice: str = "", of: Any = Exception, but: Any = ()) -> Iterator[None]:
+    """Say in one line what cannot be done where another library raises an error, of some types but for others."""
+    try:
+        yield
+    except but:
+        raise
+    except of as error:
+        raise kind(f"{what} ({in_one_line(error)}){f': {advice}' if advice else '.'}") from error
 
 
 def in_one_line(error: BaseException) -> str:

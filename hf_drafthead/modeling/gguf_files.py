@@ -1,14 +1,14 @@
 """Bases in a GGUF file, as llama.cpp has them: transformers reads them, unpacked into ordinary weights."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import cached_file, quantization_config
 
-from hf_drafthead.modeling.files import in_one_line
+from hf_drafthead.modeling.files import refusing
 
 HUB = ("revision", "token", "local_files_only", "cache_dir")  # arguments of a download
 
@@ -35,15 +35,9 @@ def gguf_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {**unpacked, **{name: value for name, value in arguments.items() if value is not None}}
 
 
-@contextmanager
-def reading_gguf(named: str | None) -> Iterator[None]:
-    """Turn what a damaged or unknown GGUF file makes its readers raise into one line; None: no such file is read."""
-    try:
-        yield
-    except Exception as error:
-        if named is None:
-            raise
-        raise OSError(f"the GGUF file {named!r} cannot be read ({in_one_line(error)}): give another copy.") from error
+def reading_gguf(named: str) -> AbstractContextManager[None]:
+    """Turn what a damaged or unknown GGUF file makes its readers raise into one line."""
+    return refusing(OSError, f"the GGUF file {named!r} cannot be read", "give another copy.")
 
 
 def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **arguments: Any) -> Any:

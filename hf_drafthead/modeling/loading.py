@@ -2,8 +2,8 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -32,7 +32,7 @@ from hf_drafthead.modeling.base_model import (
 from hf_drafthead.modeling.checkpoint import check_tensors, read_generation_settings, read_heads_config, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.files import in_one_line, shortened
+from hf_drafthead.modeling.files import refusing, shortened
 from hf_drafthead.modeling.layers import Undrawn, share_start
 
 logger = logging.get_logger(__name__)
@@ -357,7 +357,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             hub |= {"revision": revision or config.base_model_revision, "subfolder": config.base_subfolder}
             arguments["gguf_file"] = arguments.get("gguf_file") or config.base_gguf_file
             if config.base_quantization is not None and "quantization_config" not in arguments:
-                arguments["quantization_config"] = _quantization(config.base_quantization)
+                advice = "correct it, or give quantization_config=, None for the base as published."
+                with refusing(ValueError, "base_quantization of config.json cannot be used", advice):
+                    arguments["quantization_config"] = AutoQuantizationConfig.from_dict(config.base_quantization)
         base, origin = load_base(chosen, hub, arguments, checkpoint=place, config=config)
         if not isinstance(chosen, nn.Module) or origin["base_model_name_or_path"] != config.base_model_name_or_path:
             name_base(config, place, origin)  # a live one has no more than its name
@@ -413,28 +415,10 @@ def _fresh_base(config: PreTrainedConfig) -> Any:
     return kind.from_config(copy.deepcopy(config), trust_remote_code=False)
 
 
-def _quantization(fields: Any) -> Any:
-    """How a config says that the named base is quantized."""
-    try:
-        return AutoQuantizationConfig.from_dict(fields)
-    except Exception as error:  # transformers expects that its own code wrote them
-        raise ValueError(
-            f"base_quantization of config.json cannot be used ({in_one_line(error)}): correct it, or give "
-            "quantization_config=, None for the base as published."
-        ) from error
-
-
-@contextmanager
-def _building(path: str) -> Iterator[None]:
-    """Say of which checkpoint a config is from which nothing can be built."""
-    try:
-        yield
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # torch and transformers raise anything for values that make no layer
-        raise ValueError(
-            f"{path!r} cannot be built from its config ({in_one_line(error)}): correct config.json."
-        ) from error
+def _building(path: str) -> AbstractContextManager[None]:
+    """Say of which checkpoint a config is from which nothing can be built; torch and transformers raise anything."""
+    what = f"{path!r} cannot be built from its config"
+    return refusing(ValueError, what, "correct config.json.", but=(OSError, ValueError))
 
 
 def _formats() -> Any:
