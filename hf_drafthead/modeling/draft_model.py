@@ -319,10 +319,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
 def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
     """A draft model by its Hub id or path, in the type that it was saved in."""
-    what, advice = f"the draft model {name!r} cannot be loaded", "give the id or path of a small causal language model."
-    with refusing(
-        OSError, what, advice, of=(OSError, ValueError)
-    ):  # a folder that holds no model, or one of another kind
+    advice = "give the id or path of a small causal language model."
+    with refusing(OSError, f"the draft model {name!r} cannot be loaded", advice, of=(OSError, ValueError)):
         return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **fetch, revision=revision or "main")
 
 
