@@ -5,7 +5,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,7 +92,10 @@ def load_base(
         raise OSError(f"{called} was not found (there is no such folder): {wanted}")
     arguments = gguf_arguments({**arguments, "gguf_file": file} if file else arguments)
     file = arguments.get("gguf_file")
-    with _reading(called, wanted, file):
+    called += f" (its file {file!r})" if file else ""
+    of = Exception if file else (OSError, ValueError, HTTP_ERROR, SafetensorError)  # readers of GGUF raise anything
+    reading = partial(refusing, OSError, f"{called} cannot be read", wanted, of)
+    with reading():
         adapter = find_adapter(place, hub)
         if adapter is not None and fetch_file(place, CONFIG_NAME, hub) is None:
             place, hub = _base_of_adapter(adapter, hub)
@@ -105,7 +109,7 @@ def load_base(
         check_base(config, base_config, place)
     hub = {**hub, "revision": commit or hub.get("revision")}
     same = not any(hasattr(base_config, name) for name in set(arguments) - {"dtype", "torch_dtype"})
-    with _reading(called, wanted, file):
+    with reading():
         kind = auto_class(base_config) or AutoModelForCausalLM
         loaded = kind.from_pretrained(place, config=base_config if same else None, **hub, **arguments)
     if file is not None:
@@ -114,14 +118,6 @@ def load_base(
         load_adapter(loaded, adapter)
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
     return loaded, {**origin, "base_subfolder": hub.get("subfolder") or None}
-
-
-def _reading(called: str, wanted: str, gguf_file: str | None) -> AbstractContextManager[None]:
-    """Say in one line which base cannot be read: a folder without a model, or a damaged file."""
-    if gguf_file is None:
-        kinds = (OSError, ValueError, HTTP_ERROR, SafetensorError)
-        return refusing(OSError, f"{called} cannot be read", wanted, of=kinds)
-    return refusing(OSError, f"{called} (its file {gguf_file!r}) cannot be read", wanted)  # its readers raise anything
 
 
 def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

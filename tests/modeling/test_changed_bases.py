@@ -108,8 +108,10 @@ def test_a_copied_model_names_its_base(tmp_path, tied, twin):
     assert change(model) is not None
 
 
-def test_one_value_is_seen_that_no_count_of_writes_tells(named, tmp_path):
+@pytest.mark.parametrize("renamed", [False, True])
+def test_one_value_is_seen_that_no_count_of_writes_tells(named, tmp_path, renamed):
     model = MedusaForCausalLM.from_base(named)
+    model.config.base_model_name_or_path = "org/not-here" if renamed else str(named)
     assert change(model) is None
     edit_one_value(model.base)
     saved(model, tmp_path / "saved")

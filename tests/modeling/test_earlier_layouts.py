@@ -10,16 +10,14 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from hf_drafthead.modeling import EagleForCausalLM, MedusaForCausalLM
+from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.modeling.files import edit_json
 from tests.bases import tiny_base
+from tests.modeling.test_adapters import LORA, families
 
 IDS = torch.tensor([[5, 9, 33, 21]])
-LORA = {"r": 2, "target_modules": ["q_proj", "up_proj"], "init_lora_weights": False}
-FAMILIES = [MedusaForCausalLM, EagleForCausalLM]  # the second has layers that an adapter could take for its own
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks
-families = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.config_class.model_type)
 
 
 def heads(family, folder: Path):
