@@ -413,23 +413,22 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
             target, former = folder / file, Path(name, str(number))
             for inner in reversed([folder / part for part in file.parents][:-1]):
                 if inner.is_symlink():  # what it leads to stays as it is
-                    inner.rename(former.with_suffix(".link"))
-                    undo.callback(former.with_suffix(".link").rename, inner)
+                    undo.callback(inner.rename(former.with_suffix(".link")).rename, inner)
                 if not inner.exists():
                     inner.mkdir()
                     undo.callback(inner.rmdir)
             if target.exists():
-                try:
+                with suppress(OSError):  # a file system without links
                     os.link(target, former)
-                except OSError:  # a file system without links
+                if not former.exists():
                     shutil.copy2(target, former)
                 undo.callback(os.replace, former, target)
             else:
                 undo.callback(target.unlink, missing_ok=True)
             os.replace(new / file, target)
         undo.pop_all()
-        for place in {folder / file.parent for file in files}:
-            _remove_earlier(place, {file.name for file in files if folder / file.parent == place})
+        for place in {file.parent for file in files if WEIGHTS_FILE.fullmatch(file.name)}:
+            _remove_earlier(folder / place, {file.name for file in files if file.parent == place})
         for adapter in folder.glob(f"*/*/{ADAPTER_CONFIG_NAME}"):  # which the base of before had
             if adapter.relative_to(folder) not in files and any(file.parts[0] == adapter.parts[-3] for file in files):
                 shutil.rmtree(adapter.parent)
@@ -438,8 +437,6 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
 def _remove_earlier(folder: Path, written: set[str]) -> None:
     """Remove weights that would be read in the place of those that were written: a whole file, shards and index; and an
     adapter of heads and base as one, which an earlier release wrote."""
-    if not any(WEIGHTS_FILE.fullmatch(name) for name in written):
-        return
     for file in folder.iterdir():
         if WEIGHTS_FILE.fullmatch(file.name) and file.name not in written:
             file.unlink()
