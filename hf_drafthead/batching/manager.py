@@ -148,32 +148,29 @@ class Manager(Scheduler):
         if max_new_tokens is not None:
             settings["max_new_tokens"] = max_new_tokens
         try:
-            request = self._request(_checked(input_ids, self.model.base), settings)
-            request.streaming, request.record_timestamps, request.learn = streaming, record_timestamps, learn
-            seed = config_value("seed", {"seed": seed}, request.settings.get("generation_config"))
+            prompt = _checked(input_ids, self.model.base)
+            if (config_value("num_return_sequences", settings, settings.get("generation_config")) or 1) != 1:
+                raise ValueError(
+                    "num_return_sequences: a request is one text; give it to generate_batch, or in a manager's config."
+                )
+            if (config := settings.pop("generation_config", None) or self.generation_config) is not None:
+                # that of transformers' server turns the cache off
+                settings = {"generation_config": config, "use_cache": True, **settings}
+            settings["num_return_sequences"] = 1
+            settings.setdefault("tokenizer", self._tokenizer)
+            if shared := {name for name in SHARED if settings.get(name) is not None}:
+                raise ValueError(f"{', '.join(sorted(shared))}: steps are shared, give it to init_continuous_batching.")
+            seed = config_value("seed", {"seed": seed}, config)
             if seed is not None and (type(seed) is not int or not -(1 << 63) <= seed < 1 << 64):
                 raise ValueError(f"seed is {seed!r}: expected a whole number, of 64 bits.")
+            request = Request("", prompt, settings, 0, streaming, record_timestamps, learn)
+            request.keeps_logprobs = bool(getattr(self._config, "return_logprobs", False))
             return self._put(request, request_id, lambda: self._give_noise(request, seed))
         except BaseException:
             with self._changed:
                 if request_id is not None and request_id not in self._known:  # else it is that of another request
                     self._handlers.pop(request_id, None)
             raise
-
-    def _request(self, prompt: list[int], settings: dict[str, Any]) -> Request:
-        """A request that nobody knows yet; what it does not say is as in the manager's own config."""
-        if (config_value("num_return_sequences", settings, settings.get("generation_config")) or 1) != 1:
-            raise ValueError(
-                "num_return_sequences: a request is one text; give it to generate_batch, or in the manager's config."
-            )
-        if (config := settings.pop("generation_config", None) or self.generation_config) is not None:
-            # that of transformers' server turns the cache off
-            settings = {"generation_config": config, "use_cache": True, **settings}
-        settings["num_return_sequences"] = 1
-        settings.setdefault("tokenizer", self._tokenizer)
-        if shared := {name for name in SHARED if settings.get(name) is not None}:
-            raise ValueError(f"{', '.join(sorted(shared))}: steps are shared, give it to init_continuous_batching.")
-        return Request("", prompt, settings, keeps_logprobs=bool(getattr(self._config, "return_logprobs", False)))
 
     def _give_noise(self, request: Request, seed: int | None) -> None:
         """Let a request draw from where its own call would; where it has no seed that moves a generator."""

@@ -38,12 +38,12 @@ class Request:
     prompt: list[int]
     settings: dict[str, Any]
     number: int = 0
-    samples: bool = False
-    random: RandomNumbers | None = None
     streaming: bool = False
     record_timestamps: bool = False
-    keeps_logprobs: bool = False
     learn: bool | None = None
+    keeps_logprobs: bool = False
+    samples: bool = False
+    random: RandomNumbers | None = None
     status: RequestStatus = RequestStatus.PENDING
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -176,7 +176,7 @@ class Metrics:
     def end(self, request: Request) -> None:
         """A request has its last result."""
         self.finished += request.error is None
-        self.cancelled += request.error is not None and request.cancelled
+        self.cancelled += request.cancelled
         self.failed += request.error is not None and not request.cancelled
         self.drafted, self.accepted = self.drafted + request.drafted, self.accepted + request.accepted
 

@@ -48,8 +48,11 @@ class RequestTracker:
         Where the queue is full the thread waits for a place in it, `WAIT` seconds at most; not where it runs an event
         loop, whose other clients would wait. `prepare` is called once the request is sure to be taken, in their order.
         """
+        seconds = WAIT
+        with contextlib.suppress(RuntimeError):  # where no event loop runs
+            asyncio.get_running_loop()
+            seconds = 0.0
         with self._changed:
-            seconds = 0.0 if in_event_loop() else WAIT
             has_room = self._changed.wait_for(
                 lambda: self._closed or not 0 < self._most_waiting <= len(self._waiting), seconds
             )
@@ -171,12 +174,3 @@ class RequestTracker:
         if callback is not None and loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop of a client that has gone is closed
                 loop.call_soon_threadsafe(callback, output)
-
-
-def in_event_loop() -> bool:
-    """Whether this thread runs an event loop, and must not wait."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

@@ -146,11 +146,9 @@ class RandomNumbers:
 
     @contextlib.contextmanager
     def lent(self, at_once: bool = False) -> Iterator[None]:
-        """Around objects of the user's: they draw from where the call stands, which then goes on behind them.
-
-        Beside other requests the process's generators are lent from the first draw on alone, unless it is known that
-        there will be one (`at_once`): what another thread does to them meanwhile stays.
-        """
+        """Around objects of the user's: they draw from where the call stands, which then goes on behind them. Beside
+        other requests generators are lent from the first draw on alone, unless it is known that there will be one
+        (`at_once`): what another thread does to them meanwhile stays."""
         if not self.generators:
             yield
             return

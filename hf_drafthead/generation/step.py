@@ -110,11 +110,8 @@ class Stages:
         copied: Copies | None = None,
         pays: None = None,
     ) -> tuple[Any, Candidates]:
-        """As `fill_static`, of a dynamic tree: every shape is the tree's.
-
-        Nodes are numbered as they are made: the root, then level by level the children of the expanded nodes, the
-        likeliest node's first. Those that are kept stay in this order.
-        """
+        """As `fill_static`, of a dynamic tree, whose shapes are all its own. Nodes stay in the order in which they are
+        made: the root, then level by level the children of the expanded nodes, the likeliest node's first."""
         tree, device, rows = self.heads, root.device, root.shape[0]
         tokens, parents, likely = root, torch.zeros_like(root), torch.zeros(rows, 1, device=device)  # (B, M)
         expanded = hang_on = torch.zeros_like(root)  # (B, n) numbers of nodes; places of their parents in the last call

@@ -85,11 +85,8 @@ def own_texts(
     seed: int = 0,
     **settings: Any,
 ) -> Texts:
-    """Let a model with draft heads continue some prompts (P,), all at once; its text is the base's own.
-
-    The caller's random generator stays as it is. At temperature 0 the answers are greedy, else sampled from the seed;
-    settings: others of `generate`; by default each step drafts one node.
-    """
+    """Let a model with draft heads continue some prompts (P,), all at once, to the base's own text: greedy, or sampled
+    from the seed at a temperature. settings: others of `generate`; by default each step drafts one node."""
     settings |= {"do_sample": True, "temperature": float(temperature)} if temperature else {"do_sample": False}
     batch, end = left_padded(model, prompts), model.generation_config.eos_token_id
     starts, width = batch["attention_mask"].sum(1), batch["input_ids"].shape[1]
