@@ -31,7 +31,6 @@ from tests.training.chat_templates import tokenizer_with
         (["--set", "head_decay=0"], "head_decay is 0: expected a number above 0."),
         (["--set", "per_device_train_batch_size=0"], "per_device_train_batch_size is 0: expected a number above 0."),
         (["--set", "num_train_epochs=0"], "num_train_epochs is 0: expected a number above 0."),
-        (["--set", "output_dir=x"], "output_dir is the folder of the heads: give it as output (--output)."),
         (["--dtype", "float99"], "--dtype 'float99' is no floating point type: expected auto, float32, bfloat16 or"),
         ([], "the data holds 1 rows, of which 1 are to be held out: give more data, or hold out fewer with"),
     ],

@@ -5,7 +5,7 @@ Shapes: B rows, P prompt positions.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -243,9 +243,9 @@ def compare(model: Any, check: Check, prompts: Sequence[Tokens], seed: int) -> N
     check.undrafted += guessed is False
     check.guessing += guessed is True
     check.texts += len(prompts)
-    if check.with_scores:
-        lengths = map(len, new_rows(model, inputs, expected, settings))
-        check.scores += texts_with_other_scores(lengths, base_output.logits, output.logits)
+    for row, tokens in enumerate(new_rows(model, inputs, expected, settings) if check.with_scores else ()):
+        scores = zip(base_output.logits[: len(tokens)], output.logits)
+        check.scores += not all(torch.equal(theirs[row], ours[row]) for theirs, ours in scores)
     if not (generator_same and torch.equal(expected, output.sequences)):
         base, heads = (new_rows(model, inputs, rows, settings) for rows in (expected, output.sequences))
         for row, first in BaseCall(model.base, inputs, settings, seed).differences(base, heads):
@@ -267,16 +267,6 @@ def with_guesses(
         if max(nodes) > 1:
             break
     return output, max(nodes) > 1 or (None if drafted(output) and not steps_of(output).numel() else False)
-
-
-def texts_with_other_scores(
-    lengths: Iterable[int], ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]
-) -> int:
-    """In how many rows of so many tokens the logits (B, V) of two calls have other bits somewhere."""
-    pairs, count = list(zip(ours, theirs)), 0
-    for row, length in enumerate(lengths):
-        count += not all(torch.equal(one[row], other[row]) for one, other in pairs[:length])
-    return count
 
 
 def ends_inside_steps(model: Any, inputs: Mapping[str, torch.Tensor], settings: Mapping[str, Any]) -> list[int]:

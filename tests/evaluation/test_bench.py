@@ -287,15 +287,12 @@ def test_sampling_from_the_same_seed_gives_the_same_text(loaded):
     assert found.identical and found.settings == settings
 
 
-def test_typical_acceptance_is_measured_as_lossy(loaded):
+def test_typical_acceptance_is_measured_as_lossy(loaded, monkeypatch):
     acceptance = {"acceptance": "typical", "posterior_threshold": 0.1, "posterior_alpha": 0.3}
     settings = {**GREEDY, "do_sample": True, "temperature": 0.01}
     (found,) = measured(loaded, [Question(("abc",), "x")], settings, acceptance=acceptance)
     assert not found.lossless and found.acceptance == acceptance
-
-
-def test_what_the_model_is_set_to_is_what_is_measured_and_told(loaded, monkeypatch):
-    model, _ = loaded
+    model, _ = loaded  # and what the model is set to is told
     monkeypatch.setattr(model.generation_config, "acceptance", "typical", raising=False)
     monkeypatch.setattr(model.generation_config, "posterior_threshold", 0.2, raising=False)
     assert benching.acceptance_of(model, {}) == {"acceptance": "typical", "posterior_threshold": 0.2}
@@ -382,49 +379,39 @@ def test_others_are_compared_in_the_same_run(loaded):
     assert alone.speedup_over_compiled is None
 
 
-def test_the_compiled_base_is_compared_or_left_out_with_a_notice(loaded, monkeypatch):
-    model, _ = loaded
-    generate, asked = type(model.base).generate, []
+@pytest.fixture
+def compiled(loaded, monkeypatch):
+    """Calls of the base with a static cache, which are made without one: how long their prompts are, and how they are
+    compiled; `fails` says of a length with which words a call ends."""
+    generate, seen = type(loaded[0].base).generate, types.SimpleNamespace(lengths=[], configs=[], fails=lambda _: None)
 
     def pretending(self, *arguments, **kwargs):
         if kwargs.pop("cache_implementation", None) == "static":
-            asked.append(kwargs.pop("compile_config"))
+            seen.lengths.append(kwargs["input_ids"].shape[1])
+            seen.configs.append(kwargs.pop("compile_config"))
+            if (words := seen.fails(seen.lengths[-1])) is not None:
+                raise RuntimeError(words)
         return generate(self, *arguments, **kwargs)
 
-    monkeypatch.setattr(type(model.base), "generate", pretending)
+    monkeypatch.setattr(type(loaded[0].base), "generate", pretending)
+    return seen
+
+
+def test_the_compiled_base_is_compared_or_left_out_with_a_notice(loaded, compiled):
     (found,) = measured(loaded, compare=["compiled"])
-    assert asked and all(config._compile_all_devices for config in asked)
+    assert compiled.configs and all(config._compile_all_devices for config in compiled.configs)
     expected = found.tokens_per_second / found.compared["compiled"]["tokens_per_second"]
     assert found.speedup_over_compiled == pytest.approx(expected)
-
-    def failing(self, *arguments, **kwargs):
-        if "compile_config" in kwargs:
-            raise RuntimeError("no compiler\nanywhere")
-        return generate(self, *arguments, **kwargs)
-
-    monkeypatch.setattr(type(model.base), "generate", failing)
+    compiled.fails = lambda length: "no compiler\nanywhere"
     (found,) = measured(loaded, compare=["compiled"])
     assert found.speedup_over_compiled is None and found.compared == {"compiled": None}
     assert found.notices == ["compiled is left out: no compiler anywhere."]
 
 
-def test_every_new_shape_is_compiled_before_the_clock_runs(loaded, monkeypatch):
-    model, _ = loaded
-    generate, asked = type(model.base).generate, []
-
-    def pretending(self, *arguments, **kwargs):
-        if kwargs.pop("cache_implementation", None) == "static":
-            kwargs.pop("compile_config")
-            asked.append(kwargs["input_ids"].shape[1])
-            if asked[-1] == fails_at:
-                raise RuntimeError("no such shape")
-        return generate(self, *arguments, **kwargs)
-
-    monkeypatch.setattr(type(model.base), "generate", pretending)
-    fails_at = None
+def test_every_new_shape_is_compiled_before_the_clock_runs(loaded, compiled):
     measured(loaded, compare=["compiled"], repeats=2)
-    assert asked == [6, *[5, 5, 5], *[1, 1, 1], *[1, 1], *[6, 6]]
-    fails_at = 1
+    assert compiled.lengths == [6, *[5, 5, 5], *[1, 1, 1], *[1, 1], *[6, 6]]
+    compiled.fails = lambda length: "no such shape" if length == 1 else None
     (found,) = measured(loaded, compare=["compiled"])
     assert found.notices == ["compiled is left out: no such shape."]
     assert found.compared["compiled"]["speedup"] > 0  # of the prompts before

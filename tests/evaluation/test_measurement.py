@@ -53,30 +53,16 @@ def found():
     return summed_up(model_of(), rounds(), batch_size=2, repeats=3, compared=["other", "absent"])
 
 
-def test_speeds_are_medians_of_the_repeats_and_lie_within_their_spreads(found):
-    assert found.base_tokens_per_second == 30 / 8.0
-    assert found.tokens_per_second == 30 / 3.0
-    assert found.speedup == pytest.approx(2.0)  # of 2.0, 1.43 and 4.0
-    assert (found.prompts, found.new_tokens) == (3, 30)
-
-
-def test_categories_have_their_own_speeds(found):
+def test_speeds_are_medians_of_the_repeats_between_the_lowest_and_the_highest(found):
+    assert (found.base_tokens_per_second, found.tokens_per_second) == (30 / 8.0, 30 / 3.0)
+    assert (found.prompts, found.new_tokens, found.tokens_per_step, found.efficiency) == (3, 30, 27 / 9, 2.0 / 3.0)
+    base = [30 / 6.0, 30 / 10.0, 30 / 8.0]  # of the three repeats
+    speedups = [heads / own for heads, own in zip([30 / 3.0, 30 / 7.0, 30 / 2.0], base)]
+    assert [found.speedup, *found.speedup_spread] == pytest.approx([2.0, min(speedups), max(speedups)])
     x, y = found.per_category["x"], found.per_category["y"]
     assert (x["prompts"], x["base_tokens_per_second"], x["tokens_per_second"], x["speedup"]) == (2, 5.0, 20.0, 2.0)
     assert (y["prompts"], y["base_tokens_per_second"], y["tokens_per_second"], y["speedup"]) == (1, 5.0, 5.0, 1.0)
     assert (x["tokens_per_step"], y["tokens_per_step"]) == (18 / 5, 9 / 4)
-
-
-def test_a_spread_is_the_lowest_and_the_highest_repeat(found):
-    base = [30 / 6.0, 30 / 10.0, 30 / 8.0]  # of the three repeats
-    heads = [30 / 3.0, 30 / 7.0, 30 / 2.0]
-    speedups = [theirs / own for theirs, own in zip(heads, base)]
-    assert found.speedup_spread == [pytest.approx(min(speedups)), pytest.approx(max(speedups))]
-
-
-def test_tokens_per_step_and_efficiency_follow_from_what_was_accepted(found):
-    assert found.tokens_per_step == 27 / 9
-    assert found.efficiency == 2.0 / 3.0
 
 
 def test_another_is_set_against_base_and_heads_over_its_own_rounds(found):
@@ -105,12 +91,8 @@ def test_the_figures_name_the_weights_that_gave_them(found):
     loaded = model_of()
     loaded.base.config._commit_hash = "beef"
     assert summed_up(loaded, rounds(), batch_size=2, repeats=3).base_revision == "beef"
-
-
-def test_weights_that_lie_elsewhere_have_no_hash():
-    model = model_of()
-    model.drafter.to("meta")
-    assert summed_up(model, rounds(), batch_size=2, repeats=3).heads_hash is None
+    loaded.drafter.to("meta")  # weights that lie elsewhere have no hash
+    assert summed_up(loaded, rounds(), batch_size=2, repeats=3).heads_hash is None
 
 
 def test_the_steps_that_drafted_have_figures_of_their_own():

@@ -9,10 +9,9 @@ from transformers import TrainingArguments
 from hf_drafthead.modeling import MedusaForCausalLM
 from hf_drafthead.training import arguments as room
 from hf_drafthead.training.arguments import NEEDED, WITHOUT_EFFECT, DraftHeadTrainingArguments
-from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.run import train_heads
 from tests.bases import tiny_base
-from tests.training.test_trainer import ROWS, trainer_of, weights
+from tests.training.test_trainer import trainer_of, weights
 
 # What the Trainer of transformers does, whatever the model: its loop, optimizer, logs, checkpoints and loaders.
 HONOURED = {
@@ -98,17 +97,26 @@ def test_recomputing_is_for_heads_with_layers(tmp_path):
         trainer_of(medusa(), tmp_path, activation_checkpointing=True)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     "arguments, line",
     [
         ({"report_to": "wandb"}, r"report_to is 'wandb' \(.*\): install it, or leave it out."),
         ({"report_to": ["none", "nowhere"]}, "report_to is 'none': expected none, all, or one of .*tensorboard"),
         ({"metric_for_best_model": "accuracy"}, "metric_for_best_model is 'accuracy': expected loss, tokens_per_step"),
+        ({"lora_rank": 4}, "lora_rank is for a base that is trained along"),
+        ({"output_dir": "elsewhere"}, "output_dir is the folder of the heads: give it as output"),
+        ({"split": "test"}, "split is 'test', but the data has no splits: leave --split out."),
+        ({"joint": True}, r"a base that is sharded \(FSDP\) cannot be trained along with its heads"),
+        ({"base_weight": 1.0}, "base_weight is for a base that is trained along with its heads: add --joint, or drop"),
+        ({"joint": True, "load": {"quantization_config": {}}}, "a quantized base cannot be trained with its heads"),
     ],
 )
-def test_what_cannot_be_honoured_is_said_before_anything_is_loaded(arguments, line, tmp_path):
+def test_what_cannot_be_honoured_is_said_before_anything_is_loaded(arguments, line, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(arguments == {"joint": True}))
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
     with pytest.raises(ValueError, match=line):
-        train_heads("nowhere", "medusa", "nothing.jsonl", tmp_path / "heads", **arguments)
+        train_heads("nowhere", "medusa", tmp_path / "texts.jsonl", tmp_path / "heads", **arguments)
     assert not (tmp_path / "heads").exists()
 
 
@@ -121,22 +129,6 @@ def test_what_is_not_installed_to_report_to_is_refused_in_one_line(name):
         room.refuse_missing_reporters([name])
     except ValueError as error:
         assert "install it, or leave it out" in str(error) and "\n" not in str(error)
-
-
-@pytest.mark.parametrize(
-    "arguments, line",
-    [
-        ({"lora_rank": 4}, "lora_rank is for a base that is trained along"),
-        ({"output_dir": "elsewhere"}, "output_dir is the folder of the heads: give it as output"),
-        ({"split": "test"}, "split is 'test', but the data has no splits: leave --split out."),
-    ],
-)
-def test_arguments_of_heads_without_effect_are_refused(arguments, line, tmp_path):
-    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
-    ready = PreparedData([{"input_ids": ROWS[0], "labels": ROWS[0]}] * 4, [], "rows", "0")
-    data = tmp_path / "texts.jsonl" if "split" in arguments else ready
-    with pytest.raises(ValueError, match=line):
-        train_heads("nowhere", "medusa", data, tmp_path / "heads", **arguments)
 
 
 def test_the_best_of_a_base_that_is_trained_is_loaded_too(tmp_path):

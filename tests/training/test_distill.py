@@ -352,11 +352,9 @@ def test_chats_need_a_template(base, tokenizer, tmp_path):
         distill(base, tokenizer_with(None), CHATS, tmp_path / "out.jsonl")
     report = distill(base, tokenizer, CHATS[:1], tmp_path / "out.jsonl", **SETTINGS)
     assert report.written == 1  # what no row depends on does not stand in the way
-
-
-def test_texts_need_no_template_that_shows_a_lone_question(tmp_path):
+    # and texts need none that shows a lone question
     tokenizer = tokenizer_with("{% if messages|length < 2 %}{{ raise_exception('two at least') }}{% endif %}" + CHATML)
-    report = distill(letters_base(tokenizer), tokenizer, [{"text": "the cat"}], tmp_path / "out.jsonl", **SETTINGS)
+    report = distill(letters_base(tokenizer), tokenizer, [{"text": "the cat"}], tmp_path / "texts.jsonl", **SETTINGS)
     assert report.written == 1
     with pytest.raises(ValueError, match=r"cannot show a question .*: the chat template refuses it \(two at least\)"):
         distill(letters_base(tokenizer), tokenizer, CHATS[:1], tmp_path / "chats.jsonl", **SETTINGS)

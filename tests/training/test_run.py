@@ -411,21 +411,6 @@ def test_bad_input(place, tmp_path):
         train(place, tmp_path / "h", fields={"draft_vocab_size": 3})
 
 
-@pytest.mark.parametrize(
-    "given, line",
-    [
-        ({"joint": True}, r"a base that is sharded \(FSDP\) cannot be trained along with its heads"),
-        ({"base_weight": 1.0}, "base_weight is for a base that is trained along with its heads: add --joint, or drop"),
-        ({"joint": True, "load": {"quantization_config": {}}}, "a quantized base cannot be trained with its heads"),
-    ],
-    ids=["sharded", "weight", "quantized"],
-)
-def test_contradictions_are_refused_before_anything_is_read(given, line, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", str(len(given) == 1 and "joint" in given))
-    with pytest.raises(ValueError, match=line):
-        train_heads("no/base", "medusa", "no data", tmp_path, **given)
-
-
 def test_chats_are_written_by_the_template_that_was_given_and_saved(place, tmp_path):
     sharegpt = [[{"from": "human", "value": f"question {n}"}, {"from": "gpt", "value": "a"}] for n in range(9)]
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"conversations": chat}) for chat in sharegpt))

@@ -331,36 +331,29 @@ def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_pat
     """Also where the training is resumed; and too few hours for both are said."""
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    seconds, forecasts = [5400.0], []
+    left, settings = [], {"use_cpu": True, "report_to": "none", "answer_tokens": 4, "max_length": 100}
 
     def written(model, tokenizer, file, *others):
         file.parent.mkdir(exist_ok=True)
         distill(model, tokenizer, 24, file, **SETTINGS)
-        return seconds[0]
+        return 5400.0
 
     def foretold(trainer, data, share):
-        forecasts.append(trainer.clock.limit)
+        left.append(trainer.clock.limit)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(room, "write_own_text", written)
     monkeypatch.setattr("hf_drafthead.training.run.forecast", foretold)
-    settings = {"use_cpu": True, "report_to": "none", "answer_tokens": 4, "max_length": 100}
-
-    def train(**more):
-        with pytest.raises(KeyboardInterrupt):
-            train_heads(tmp_path / "base", "medusa", None, tmp_path / "heads", **settings, **more)
-
-    train(hours=2.0)
     with pytest.raises(ValueError, match="writing took all of the hours: give more of them, or the text as data"):
         train_heads(tmp_path / "base", "medusa", None, tmp_path / "other", **settings, hours=1.0)
-    (tmp_path / "heads" / "checkpoint-4").mkdir()
-    save_file({"w": torch.zeros(1)}, tmp_path / "heads" / "checkpoint-4" / "model.safetensors")
-    (tmp_path / "heads" / "checkpoint-4" / "trainer_state.json").write_text("{}")
-    seconds[0] = 0.0
-    train(hours=2.0, resume=True)
-    assert forecasts == [0.5, 0.5]
-    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-4\): continue it"):
-        train_heads(tmp_path / "base", "medusa", None, tmp_path / "heads", **settings)
+    for resume in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            train_heads(tmp_path / "base", "medusa", None, tmp_path / "heads", **settings, hours=2.0, resume=resume)
+        checkpoint = tmp_path / "heads" / "checkpoint-4"
+        checkpoint.mkdir(exist_ok=True)
+        save_file({"w": torch.zeros(1)}, checkpoint / "model.safetensors")
+        (checkpoint / "trainer_state.json").write_text("{}")
+    assert left == [0.5, 0.5]
 
 
 def test_a_limit_of_time_ends_a_run_that_goes_on_later(base, tokenizer, tmp_path):
