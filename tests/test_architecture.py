@@ -266,13 +266,13 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
 
 ROOMS = [
     ("trees", 1610),
-    ("evaluation", 1646),
-    ("cli", 1328),
+    ("evaluation", 1638),
+    ("cli", 1327),
     ("learning", 403),
     ("exactness", 888),
     ("batching", 1157),
 ]
-ROOMS += [("serving", 934), ("cards", 526), ("data", 607), ("page", 202)]
+ROOMS += [("serving", 934), ("cards", 524), ("data", 603), ("page", 202)]
 
 
 @pytest.mark.parametrize("room, most", ROOMS)
@@ -286,7 +286,7 @@ OF_CHECKPOINTS = ("loading", "checkpoint", "base_model", "base", "files", "adapt
 def test_what_loads_saves_trains_and_publishes_checkpoints_does_not_grow():
     for files, most in (
         ([PACKAGE / "modeling" / f"{name}.py" for name in OF_CHECKPOINTS], 1800),
-        ((PACKAGE / "training").glob("*.py"), 3531),
+        ((PACKAGE / "training").glob("*.py"), 3502),
         ((PACKAGE / "hub_upload").glob("*.py"), 719),
     ):
         assert sum(len(path.read_text().splitlines()) for path in files) <= most

@@ -127,8 +127,7 @@ def size_of_heads(name: str) -> dict[str, Any]:
 
 
 def tensor_headers(name: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of every tensor of a checkpoint, of a folder or from the Hub, where only the headers are fetched;
-    OSError: there are no weights as safetensors, or they cannot be read."""
+    """Shape and type of every tensor of a checkpoint, in a folder or on the Hub; OSError: they cannot be read."""
     if not os.path.isdir(name):
         try:
             files = get_safetensors_metadata(name).files_metadata.values()

@@ -139,8 +139,7 @@ def options_of_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def parse_tree(text: str) -> Any:
-    """A draft tree from the command line: rank paths as JSON, a file that holds them, or a published tree's name; else
-    "dynamic", sizes of a dynamic tree as JSON, "auto" or "lookup"."""
+    """A draft tree: rank paths or a file of them, a published tree's name, "dynamic" or its sizes, "auto", "lookup"."""
     from hf_drafthead.generation.settings import AUTO
     from hf_drafthead.generation.tree import DraftTree, resolve
 

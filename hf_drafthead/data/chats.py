@@ -65,9 +65,7 @@ def asked_in(row: Mapping[str, Any]) -> Chat:
 
 def repaired(messages: Sequence[Mapping[str, Any]] | None, tools: str | None = None) -> Chat:
     """A chat of known roles in an order that templates understand, of turns and tools as in `data.rows`; else Refused.
-
-    Renames roles; drops empty system turns, and answers before the first question; joins system turns at the
-    beginning, and questions that follow one another, by an empty line."""
+    Drops empty system turns, and answers before the first question; joins questions that follow one another."""
     if not messages:
         raise Refused("it has no turns")
     chat = Chat([], tools=json.loads(tools) if tools else None)

@@ -89,8 +89,7 @@ def files_of(path: Path) -> list[Path]:
 
 def records_of(path: str) -> Iterator[tuple[str, Any]]:
     """The records of a file, each with its place in it: `line 3`, or `row 2` of an array, counted from 0. A text file
-    is one record, or several if it is long. A ValueError where it is neither UTF-8 text nor marked, no JSON, or nested
-    too deeply."""
+    is one record, or several if it is long. A ValueError where it cannot be read."""
     place = ""
     try:
         with open(path, encoding=UTF_8) as file:
@@ -131,8 +130,7 @@ def _parsed(text: str, path: str, place: str) -> Any:
 
 
 def readable(value: Any, level: int = 0) -> Any:
-    """What JSON holds, with a replacement character for each half of a character, which no tokenizer takes; a
-    RecursionError where it is nested too deeply for what reads it later."""
+    """What JSON holds, with a replacement character for each half of one; RecursionError if it is nested too deeply."""
     if level > MAX_NESTING:
         raise RecursionError
     if isinstance(value, str):

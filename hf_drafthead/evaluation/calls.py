@@ -68,8 +68,7 @@ def _of_base(base: Any, tokenizer: Any, more: Mapping[str, Any]) -> Method:
 
 
 def sampling(temperature: float | None, lookup: int | None = None) -> dict[str, Any]:
-    """Settings of `generate` for a temperature, 0 being greedy, and for tokens copied from the text; without one of
-    these the model's own settings hold."""
+    """Settings of `generate` for a temperature, 0 being greedy, and for copied tokens; None leaves the model's own."""
     settings: dict[str, Any] = {} if temperature is None else {"do_sample": temperature > 0}
     settings |= {"temperature": temperature} if temperature else {}
     return settings | ({} if lookup is None else {"prompt_lookup_num_tokens": lookup})
@@ -77,8 +76,7 @@ def sampling(temperature: float | None, lookup: int | None = None) -> dict[str, 
 
 def as_tokens(model: Any, settings: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     """Settings of a call that returns the tokens of one text for each prompt, whatever the model's generation config:
-    the tokenizer where they name strings at which a text ends, or ask for healing; and no pad token that the base
-    cannot embed."""
+    with the tokenizer where they need it, and no pad token that the base cannot embed."""
     effective = {**vars(model.generation_config), **settings}
     call = {**settings, **TOKENS_ALONE}
     if tokenizer is not None and (effective.get("stop_strings") or effective.get("token_healing")):
@@ -127,9 +125,8 @@ def batched(questions: Sequence[Question], batch_size: int) -> list[list[Questio
 
 def encode(model: Any, tokenizer: Any, texts: Sequence[str], *, special_tokens: bool = True) -> dict[str, torch.Tensor]:
     """The texts as `input_ids` and `attention_mask` (B, T), padded on the left, on the base's device. The tokenizer
-    adds its `special_tokens` in front, which it should not where a chat template has written them; what some add behind
-    every text is left out, for the text goes on. A ValueError for an empty text, or a token that the base does not
-    embed."""
+    adds its `special_tokens` in front; what some add behind every text is left out, for the text goes on. A ValueError
+    for an empty text, or a token that the base does not embed."""
     if not all(texts):
         raise ValueError("the prompt is empty: give the text to continue.")
     rows = tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
@@ -190,8 +187,7 @@ def check_room(model: Any, length: int, max_new_tokens: int, where: str = "") ->
 def new_rows(
     model: Any, inputs: Mapping[str, torch.Tensor], sequences: torch.Tensor, settings: Mapping[str, Any] | None = None
 ) -> list[list[int]]:
-    """The tokens that were generated in each row of `sequences` (B, L), up to and including its own end of sequence,
-    which the settings of the call name, else the base."""
+    """The tokens that were generated in each row of `sequences` (B, L), up to and including its own end of sequence."""
     ends = (settings or {}).get("eos_token_id", model.base.generation_config.eos_token_id)
     ends = torch.tensor(ends if isinstance(ends, list) else [] if ends is None else [ends], device=sequences.device)
     generated = sequences[:, inputs["input_ids"].shape[1] :]

@@ -143,8 +143,7 @@ class Conversation:
         self.messages = list(self._system)
 
     def ask(self, question: str, on_piece: Callable[[str, int], object] | None = None) -> Sample:
-        """The model's answer to a question; both become part of the conversation. A ValueError where there is
-        no room."""
+        """The model's answer to a question; both become part of the conversation. ValueError where there is no room."""
         asked = [*self.messages, {"role": "user", "content": question}]
         text = chat_text(self.tokenizer, asked)
         length = encode(self.model, self.tokenizer, [text], special_tokens=False)["input_ids"].shape[1]

@@ -180,8 +180,7 @@ def identity(model: Any) -> dict[str, Any]:
 
 def time_split(steps: Sequence[StepRecord]) -> dict[str, float] | None:
     """Milliseconds per step: of each timed stage, the `rest` of the loop and the whole `step`; None if no step. The
-    clock waits for the device around each stage, so the speed comes from separate runs; of a captured step the whole is
-    timed."""
+    clock waits for the device around each stage, so the speed comes from separate runs."""
     if not steps:
         return None
     stages = [stage for stage in STAGES if any(stage in step.seconds for step in steps)]

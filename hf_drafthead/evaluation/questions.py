@@ -90,8 +90,7 @@ def question_of(row: Any, where: str) -> Question:
 
 
 def text_of(tokenizer: Any, question: Question, answers: Sequence[str]) -> str:
-    """What the model is to continue: the prompt itself, or the conversation up to the next answer, with the special
-    tokens that its template writes."""
+    """What the model is to continue: the prompt itself, or the conversation up to the next answer."""
     if not question.chat:
         whole = question.turns[0]
         return whole if question.beginning is None else beginning_of(tokenizer, whole, question.beginning)
@@ -113,8 +112,7 @@ def need_template(tokenizer: Any, where: str = "this") -> None:
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the conversation") -> str:
     """A conversation in the tokenizer's chat template, up to where the next answer begins; for a template without
-    system turns the system message is put in front of the first question. A ValueError, which names `where`, if it is
-    refused."""
+    system turns the system message is put in front of the first question."""
     turns = [dict(message) for message in messages]
     if turns[0]["role"] == "system":
         with suppress(ValueError):  # the template refuses system turns

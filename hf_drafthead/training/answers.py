@@ -83,10 +83,9 @@ def at_least_one(**counts: int) -> None:
 
 @dataclass
 class Task:
-    """A row that is being answered: its place in the data, or among the base's own chats; the questions of a chat that
-    are not asked yet; the turns so far; or the given beginning of a text, and that with its continuation, whose tokens
-    are `ids`. `done`: no question is left; `refused`: why there is no answer at all; `to_write`: questions, or
-    beginnings of texts (`plain`), that the base is still to write itself."""
+    """A row that is being answered: the questions that are not asked yet, the turns so far; or the given beginning of a
+    text, and that with its continuation, whose tokens are `ids`. `to_write`: questions, or beginnings of texts
+    (`plain`), that the base is still to write; `refused`: why there is no answer at all."""
 
     index: int
     questions: list[str] = field(default_factory=list)
@@ -127,10 +126,8 @@ class Answer(NamedTuple):
 
 class Writer:
     """What all that answer have in common: they begin tasks, and take what was written into them. `asked` holds
-    `same_words` of first questions that are not to be asked again, `in_vain` counts chats without a question since the
-    last one with any; after `most_refused` rows that may not be asked, with none answered, a run ends. The tokenizer
-    may be None where a server needs none; a ValueError where it can write none of the questions or texts that are asked
-    for."""
+    `same_words` of questions that are not to be asked again, `in_vain` counts chats without a question in a row; after
+    `most_refused` rows that may not be asked, with none answered, a run ends."""
 
     most_refused: int | None = None
     writes_texts = True  # where there is no chat template
@@ -176,8 +173,7 @@ class Writer:
         return frame(self.tokenizer)[0] or [token for token in (begin, end) if token is not None][:1]
 
     def begin(self, index: int, row: Mapping[str, Any]) -> Task:
-        """A task for a row, whose answers are ignored; Refused where it holds nothing that can be asked, or too much, a
-        ValueError where a tokenizer or a chat template is missing."""
+        """A task for a row, whose answers are ignored; Refused where it holds nothing that can be asked."""
         row = row if {"tools", "given", "unused"} <= set(row) else as_row(row)
         if row["messages"] is not None or row["turns"] is not None:
             asked = self.fitted(asked_in(row))
@@ -292,8 +288,7 @@ class Writer:
 
 
 class Answerer(Writer):
-    """A model in this process, with draft heads or without, which answers in batches; a ValueError as of `Writer`, or
-    where the chat template leaves no room for a question."""
+    """A model in this process, with draft heads or without, which answers in batches."""
 
     def __init__(self, model: Any, tokenizer: Any, sampling: Sampling) -> None:
         super().__init__(tokenizer, sampling)
@@ -418,8 +413,7 @@ class Answerer(Writer):
 
 
 def one_text(model: Any) -> dict[str, Any]:
-    """Settings of `generate` with which a model writes one text for each prompt, whatever its generation config
-    says."""
+    """Settings with which a model writes one text for each prompt, whatever its generation config says."""
     stored = vars(model.generation_config)
     return {name: value for name, value in ONE_TEXT.items() if name in stored and stored[name] not in (None, value)}
 

@@ -143,10 +143,8 @@ class DraftHeadTrainingArguments(TrainingArguments):
 
     @classmethod
     def for_family(cls, family: str, output_dir: str, **arguments: Any) -> "DraftHeadTrainingArguments":
-        """The recipe of a family's paper, or the quick one where it is asked for or the hours are limited.
-
-        `arguments` replace the recipe's. A ValueError for what is no family.
-        """
+        """The recipe of a family's paper, or the quick one where it is asked for or the hours are limited, with
+        `arguments` in the place of the recipe's. A ValueError for what is no family."""
         recipe = arguments.get("recipe") or ("quick" if arguments.get("hours") else None)
         quick = QUICK if recipe == "quick" else {}
         return cls(output_dir=output_dir, **{**find_recipe(family), **quick, **arguments, "recipe": recipe})

@@ -138,8 +138,7 @@ def duration(seconds: float) -> str:
 
 
 class CheckGradients(TrainerCallback):
-    """Ends the training when a gradient is not finite, on a CPU before the update; clips by value too, as EAGLE's
-    trainer does."""
+    """Ends the training when a gradient is not finite, on a CPU before the update; clips by value too."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         parameters = [parameter for parameter in kwargs["model"].parameters() if parameter.grad is not None]

@@ -17,11 +17,8 @@ UNFIT_IN_A_ROW = 256  # chats without a question, one after the other, after whi
 
 @dataclass
 class DistillReport:
-    """What a run wrote: rows in the data; those written now and found from earlier runs; those refused, with the first
-    reasons; answers of this run, of which some were cut, and their tokens; `steps`, `step_tokens` of draft heads,
-    counted for each row that took part; unusable answers by the reason; questions of the base's own, and those dropped;
-    chats that are missing for want of questions.
-    """
+    """What a run wrote: `found` rows are from earlier runs; `steps`, `step_tokens` of draft heads, counted for each row
+    that took part; unusable answers, and dropped questions, by the reason; chats that are missing."""
 
     rows: int = 0
     written: int = 0
@@ -87,9 +84,7 @@ class OutputFile:
     """JSON lines, one row each, with the row's number in `row`, which may be interrupted at any time: what is complete
     stays, and `close` puts it in the order of the rows. Beside it lie the settings that the rows depend on.
 
-    An OSError where the output cannot be written or was not made by this, a ValueError where it was started with other
-    settings.
-    """
+    An OSError or a ValueError where the output cannot be written, or was not begun by this with the same settings."""
 
     def __init__(self, output: str | Path, settings: dict[str, Any]) -> None:
         self.output = Path(output)

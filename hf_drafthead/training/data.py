@@ -35,10 +35,8 @@ OTHER_TOKENS = "token ids of another tokenizer ignored"
 
 @dataclass
 class DataReport:
-    """How the rows of a source were used: read and kept, that is with at least one label; `mapped`: changed, by what
-    was done to them ("cut" are chats that were too long and lost their end, "split" texts that became several
-    examples); `unused`: with a column, or a field of a turn, that is not read, by its name; rows of token ids that came
-    out."""
+    """How the rows of a source were used: `kept` have a label; `mapped`: what was done to them ("cut" chats lost their
+    end, "split" texts became several); `unused`: rows with a field that is not read; `examples` came out."""
 
     rows: int = 0
     kept: int = 0

@@ -185,8 +185,7 @@ def _tasks(writer: Writer, rows: Iterable[Mapping[str, Any]], done: set[int], te
 
 
 def _own_tasks(writer: Writer, first: int, share: int, patience: int, seconds: float | None) -> Iterator[Task]:
-    """Chats that may be begun, numbered from `first` on, until a share of them is written, the time is over, or so many
-    chats in a row have no question that `patience` ends."""
+    """Chats that may be begun, from `first` on, until the share is written, the time over, or `patience` at its end."""
     report, start = writer.report, time.monotonic()
     for index in itertools.count(first):
         if report.written >= share or (seconds is not None and time.monotonic() - start >= seconds):
@@ -226,8 +225,7 @@ def _answer_all(
 
 
 def kind_of_text(tokenizer: Any) -> str:
-    """What a base with this tokenizer can write of its own: "chats", or "texts" without a chat template; else a
-    ValueError."""
+    """ "chats", or "texts", which is what a base without a chat template can write of its own; else a ValueError."""
     writer = Writer(tokenizer, Sampling(1, 1.0, turns=1))
     return "texts" if writer.chats is None else "chats"
 
@@ -242,9 +240,8 @@ def write_own_text(
     say: Callable[[str], object],
     bar: Bar = no_bar,
 ) -> float:
-    """Let the base (or a model with trained heads, which needs fewer forward passes) write so many chats or texts, by
-    default 2,000, or those that half of the hours is enough for, into a file of JSON lines; the seconds that this took.
-    The same call resumes what was interrupted."""
+    """Let the base, or a model with trained heads, write so many chats or texts, by default 2,000, or those that half
+    of the hours is enough for, into a file of JSON lines, or resume that; the seconds that this took."""
     start, count = time.monotonic(), chats or (OWN_CHATS if hours is None else MOST_CHATS)
     kind = kind_of_text(tokenizer)
     file.parent.mkdir(parents=True, exist_ok=True)

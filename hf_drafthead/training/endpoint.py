@@ -41,8 +41,7 @@ class Server:
 
 
 class ServerWriter(Writer):
-    """Asks a server, which may ignore the seed. The tokenizer may be None where the data holds no plain texts and the
-    base writes no questions; it also takes the white space of its chat template off the answers."""
+    """Asks a server, which may ignore the seed. The tokenizer may be None for chats whose questions are given."""
 
     most_refused = 20
     writes_texts = False  # some servers refuse an empty prompt

@@ -18,8 +18,7 @@ from hf_drafthead.trees import rank_paths
 
 class ExpectedTokensPerStep:
     """Computes the tokens per step of `generate` on some prompts (P,) from one forward pass over the base's answers to
-    them, which are generated anew each time where `base_changes`. At a temperature the guesses know the noise; the seed
-    of each batch is its number, from 0. The tree is the published one of 64 nodes by default."""
+    them, which are generated anew each time where `base_changes`. The seed of each batch is its number, from 0."""
 
     def __init__(
         self,

@@ -195,9 +195,8 @@ class HeadsLoss:
     def _teachers(
         self, model: DraftHeadPreTrainedModel, scores: Tensor, sources: Sequence[Tensor]
     ) -> Callable[[int, slice], Tensor]:
-        """From a head and a chunk to the base's distribution (M, D) there, over the draft vocabulary alone, by its
-        scores (B T, ...) and per head (N,) where in them its labels are predicted; the same tensor where heads share
-        them."""
+        """From a head and a chunk to the base's distribution (M, D) there, by its scores (B T, ...) and per head (N,)
+        where in them its labels are predicted; the same tensor where heads share them."""
         drafter, reader = model.drafter, self._reader(model)
         last: dict[tuple[int, int], Tensor] = {}  # which the heads at the same labels share
 
@@ -339,8 +338,7 @@ def computed_in(drafter: Drafter, dtype: torch.dtype) -> Iterator[None]:
 
 
 def padded_on_the_right(inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """A batch whose rows begin with their text, so that a row's loss does not depend on the side of its padding: not
-    every base takes its positions from the mask, and the first token of a text is nothing's guess."""
+    """A batch whose rows begin with their text: not every base takes its positions from the mask."""
     mask = inputs.get("attention_mask")
     if mask is None:
         return inputs
@@ -402,8 +400,7 @@ def feature_loss(states: Tensor, hidden: Tensor) -> Tensor:
 
 def rank_counts(logits: Tensor, targets: Tensor, ranks: int, counted: Tensor | None = None) -> Tensor:
     """How often the label was a head's best guess, its second best, and so on: LongTensor (ranks + 1,), whose last
-    entry counts labels at none of the ranks, which is where a NaN is. Targets (M,) of logits (M, V) are IGNORED where
-    the head cannot guess them; `counted` (M,) says which positions count."""
+    entry counts labels at none of the ranks; of logits (M, V) and targets (M,), at the positions `counted` (M,)."""
     rank = (~(logits <= logits.gather(1, targets.clamp(min=0)[:, None]))).sum(1).clamp(max=ranks)
     rank = rank.where(targets != IGNORED, ranks)
     rank = rank if counted is None else rank.where(counted, -1)

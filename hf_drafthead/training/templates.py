@@ -132,8 +132,7 @@ class ChatEncoder:
         return (special, True) if special and not before.strip() else (text.strip(), False)
 
     def fit(self, chat: Chat) -> Chat:
-        """The chat as the template can show it, what it leaves out noted; Refused where it shows no calls of tools or
-        their answers, without which the rest of the chat makes no sense."""
+        """The chat as the template can show it, what it leaves out noted; Refused where that is calls of tools."""
         if (encoder := self.of(chat.tools)) is not self:
             return encoder.fit(chat)
         if self._tools is not None and not chat.tools:
@@ -186,8 +185,7 @@ class ChatEncoder:
         return ids, labels
 
     def spans(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a chat, and from and to which character each answer goes: what changes with another in
-        its place."""
+        """The text of a chat, and from and to which character each answer goes."""
         text = self.render(chat.messages, tools=chat.tools)
         spans: list[tuple[int, int]] = []
         for number, turn in enumerate(chat.messages):

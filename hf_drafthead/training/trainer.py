@@ -116,10 +116,7 @@ class DraftHeadTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | None = None,
     ) -> Any:
-        """The loss; in evaluation, where each batch is averaged, also counts the rank that each head gave to the label.
-
-        `num_items_in_batch` (1 + K,) is from `get_batch_samples`.
-        """
+        """The loss, over the labels (1 + K,) of the step; in evaluation counts the ranks that heads gave to them."""
         # through `forward`, the only method that wrapped models have
         how = {"heads_weight": self.args.heads_weight, "count": not model.training}
         totals = num_items_in_batch if model.training else None
