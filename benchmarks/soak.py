@@ -38,6 +38,7 @@ from hf_drafthead.trees.costs import NodeCosts, StepCosts
 
 BUSHY = [[0], [0, 0], [1], [2], [1, 0], [0, 1], [0, 0, 0]]
 TREES: list[Any] = ["mc_sim_7b_63", [[0], [1], [0, 0]], [[0]], [[rank] for rank in range(12)], BUSHY, "dynamic", "auto"]
+FORBIDS = {"no_repeat_ngram_size", "bad_words_ids", "suppress_tokens"}  # what a constraint may leave alone
 LEARNING = 0.1  # of the generations with `--learn`, behind which heads learn from theirs
 CAPTURED = 0.04  # of the generations: tracing a step takes seconds
 TRACED = CompileConfig(backend="eager", mode="default")
@@ -142,7 +143,7 @@ def settings(dice: random.Random, tokenizer) -> dict[str, Any]:
     )
     if dice.random() < 0.3:
         call |= {"output_scores": True, "output_logits": True}
-    if dice.random() < 0.2:
+    if dice.random() < 0.25 and not call.keys() & FORBIDS:
         every = dice.choice([3, 8, 20])
         call["prefix_allowed_tokens_fn"] = Frames(every, dice.randint(1, every - 1), len(tokenizer))
     return call
