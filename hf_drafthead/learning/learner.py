@@ -30,6 +30,7 @@ from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.learning.texts import RecentTexts, Text, batch_of
 from hf_drafthead.training.examples import collate
 from hf_drafthead.training.trainer import loss_of, recipe_of
+from hf_drafthead.trees.entries import state_of
 from hf_drafthead.trees.rank_paths import UNKNOWN, rank_paths
 
 logger = logging.get_logger(__name__)
@@ -76,7 +77,7 @@ class Learner:
             raise ValueError(f"share is {share!r}: expected the part of the time that learning takes, between 0 and 1.")
         refuse(model)
         self.model, self.share, self.steps, self.everybody = model, share, steps, everybody
-        self.rate = learning_rate
+        self.rate = self.first_rate = learning_rate
         self.texts = RecentTexts(memory, held_out)
         self.stopped: str | None = None  # why nothing is learned any more
         self.spent = self.served = 0.0  # seconds, while requests waited or ran
@@ -85,6 +86,7 @@ class Learner:
         self.now: float | None = None
         self._work: Iterator[None] | None = None
         self._copy: Any = None
+        self._base: list[Any] | None = None  # the state of its weights
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has no learner."""
@@ -136,6 +138,11 @@ class Learner:
         if self.model.base.training:
             raise RuntimeError("the base is in training mode: call eval().")
         self.texts.fresh = 0
+        state = state_of(self.model.base.parameters())
+        if self._base not in (None, state):  # in reinforcement learning: there is something to learn again
+            self.texts.base_has_moved()
+            self.rate = self.first_rate
+        self._base = state
         learning = self._begin()
         for step in range(self.steps):
             if not self._step(learning, step):
@@ -159,7 +166,7 @@ class Learner:
                 return
             if better := after > before and not falls:
                 write([*serves.parameters()], learning.mean)
-                learning.versions = versions_of(serves)
+                learning.state = state_of(serves.parameters())
         self.now = after if better else before
         if better:
             self.taken, self.tries = self.taken + 1, 0
@@ -178,12 +185,12 @@ class Learner:
         """The copy that learns; a new one where the heads are others now."""
         drafter, learning = self.model.drafter, self._copy
         if learning is None or self._outdated(learning):
-            versions, twin = versions_of(drafter), self._copied(drafter).float().requires_grad_(True)
+            state, twin = state_of(drafter.parameters()), self._copied(drafter).float().requires_grad_(True)
             weights = [*twin.parameters()]
             settings = {**recipe_of(self.model), "feature_noise": 0.0}
             learning = self._copy = SimpleNamespace(
                 source=drafter,
-                versions=versions,
+                state=state,
                 weights=weights,
                 mean=[weight.detach().clone() for weight in weights],
                 done=0,
@@ -216,7 +223,7 @@ class Learner:
 
     def _outdated(self, learning: Any) -> bool:
         """Whether the heads are not those any more that a copy was made of."""
-        return learning.source is not self.model.drafter or learning.versions != versions_of(learning.source)
+        return learning.source is not self.model.drafter or learning.state != state_of(learning.source.parameters())
 
     def _copied(self, drafter: Any) -> Any:
         return copy.deepcopy(drafter, {id(self.model.base): self.model.base}).eval()
@@ -262,11 +269,6 @@ def refuse(model: Any) -> None:
         raise ValueError("the model is spread over several devices: heads learn where all of it is on one.")
     if any(weight.is_inference() for weight in (*weights, *of_base)):
         raise ValueError("the model was loaded in inference mode, in which nothing can be learned: load it outside.")
-
-
-def versions_of(drafter: Any) -> list[int]:
-    """What changes with each change of its weights."""
-    return [weight._version for weight in drafter.parameters()]
 
 
 def write(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:

@@ -17,6 +17,7 @@ LEAST_ANSWER = 4  # tokens; heads learn little of fewer
 EVERY = 6  # one of so many texts is held out
 OF_A_KIND, KINDS = 6, 16  # texts that are held out for long, of those on which heads guess equally well
 LEAST_OF_A_KIND = 3
+AFTER_A_MOVE, HELD_OUT_AFTER_A_MOVE = 64, 8  # texts that stay where the base has changed
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +72,14 @@ class RecentTexts:
         """Hold a text out for long, with the tokens per step that the heads had on it when it came."""
         kind = min(int(3 * tokens_per_step), KINDS - 1)
         self.kept.setdefault(kind, deque(maxlen=OF_A_KIND)).append((text, tokens_per_step))
+
+    def base_has_moved(self) -> None:
+        """The base is another one now: it would not answer so any more, and heads cannot be held to what they had."""
+        self.kept.clear()
+        for texts, most in ((self.texts, AFTER_A_MOVE), (self.recent, HELD_OUT_AFTER_A_MOVE)):
+            while len(texts) > most:
+                texts.popleft()
+        self.size = sum(len(text.ids) for text in self.texts)
 
     def kinds(self) -> Iterator[tuple[list[Text], float]]:
         """The texts of each kind that stay, and the mean of the tokens per step when they came; few tell nothing."""

@@ -165,12 +165,23 @@ def heads_hash(tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype |
     return digest.hexdigest()[:16]
 
 
+def state_of(weights: Iterable[torch.Tensor]) -> list[Any]:
+    """What is another where weights were changed: where they lie, how often they were written, and a value of each, for
+    fused optimizers, and writes to `.data`, are not counted."""
+    state: list[Any] = []
+    for weight in weights:
+        readable = type(weight) in (torch.Tensor, torch.nn.Parameter) and weight.numel() and not weight.is_meta
+        value = float(weight.detach().reshape(-1)[weight.numel() // 2]) if readable else None
+        state.append((weight.data_ptr(), 0 if weight.is_inference() else weight._version, value))
+    return state
+
+
 def drafter_hash(drafter: torch.nn.Module) -> str | None:
     """`heads_hash` of what a checkpoint holds of a drafter, kept until it changes; None where weights lie elsewhere."""
     stored = drafter.state_dict(keep_vars=True).keys()
     tensors = [*drafter.named_parameters(), *drafter.named_buffers()]
     weights = [(f"drafter.{name}", weight) for name, weight in tensors if name in stored]
-    state = [(weight.data_ptr(), 0 if weight.is_inference() else weight._version) for _, weight in weights]
+    state = state_of(weight for _, weight in weights)
     hashed = _HASHED.get(drafter)
     if hashed is None or hashed[0] != state:
         elsewhere = any(weight.is_meta for _, weight in weights)

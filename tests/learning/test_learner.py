@@ -125,6 +125,46 @@ def test_what_was_asked_earlier_is_not_forgotten_for_what_is_asked_now(monkeypat
     assert all(map(torch.equal, before, drafter_of(model))) and learner.dropped == 1
 
 
+def optimized(module):
+    """A step of an optimizer that torch counts as no write, as `Trainer` takes by default on a GPU."""
+    for weight in module.parameters():
+        weight.grad = torch.ones_like(weight)
+    versions = [weight._version for weight in module.parameters()]
+    torch.optim.AdamW(module.parameters(), 0.01, fused=True).step()
+    assert [weight._version for weight in module.parameters()] == versions
+    module.zero_grad()
+
+
+def test_heads_are_not_held_to_what_they_had_before_the_base_moved(monkeypatch):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    learner = learner_with(model, 100, steps=2, held_out=16)
+    earlier = [learner.texts.recent[0]] * LEAST_OF_A_KIND
+    for text in earlier:
+        learner.texts.keep(text, 5.9)
+    judged(monkeypatch, model, lambda texts, tried: 2.0 if texts == earlier else 2.0 + tried)
+    run(learner)
+    assert (learner.taken, learner.dropped, learner.rate) == (0, 1, learner.first_rate / 2)
+    optimized(model.base)
+    run(learner)
+    assert (learner.taken, learner.dropped, learner.rate) == (1, 1, learner.first_rate)
+    texts = learner.texts
+    assert len(texts.texts) == 64 and len(texts.recent) == 8
+    assert texts.size == sum(len(text.ids) for text in texts.texts)
+    run(learner)
+    assert learner.taken == 2 and len(texts.texts) == 64
+
+
+def test_heads_that_are_trained_while_they_learn_keep_what_they_were_trained_to(monkeypatch):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    learner = learner_with(model, steps=2)
+    judged(monkeypatch, model, lambda texts, tried: 2.0 + tried)
+    learner.work()
+    optimized(model.drafter)
+    trained = drafter_of(model)
+    run(learner)
+    assert all(map(torch.equal, trained, drafter_of(model))) and learner.taken == 0
+
+
 def test_of_two_learners_neither_overwrites_what_the_other_has_gained(monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
     one, other = learner_with(model, steps=2), learner_with(model, steps=2)

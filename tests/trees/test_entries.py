@@ -46,6 +46,10 @@ def test_a_key_names_the_machine_and_the_execution(model):
     assert matching([entry(key)], key) and matching([entry(key, threads=key.threads + 1)], key) is None
     assert matching([entry(key, execution="compiled")], key) is None
     assert matching([entry(key, device="another CPU")], key) is None
+    for weight in model.drafter.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW(model.drafter.parameters(), fused=True).step()  # which torch counts as no write
+    assert CalibrationKey.of(model.base, model.drafter, 3, "eager").heads_hash != key.heads_hash
 
 
 @pytest.mark.parametrize("execution, call", [
