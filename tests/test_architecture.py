@@ -265,10 +265,10 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
 
 
 ROOMS = [
-    ("trees", 1610),
+    ("trees", 1621),
     ("evaluation", 1638),
     ("cli", 1327),
-    ("learning", 403),
+    ("learning", 414),
     ("exactness", 888),
     ("batching", 1157),
 ]
