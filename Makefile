@@ -66,8 +66,10 @@ test-oldest: .oldest/.ready  ## the tests of the rooms that know transformers an
 soak: $(READY)  ## 2,000 generations of mixed settings on the bundled models against the base; COUNT=300 for fewer
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py --count $(or $(COUNT),2000)
 
-mutate: $(READY)  ## small changes of the walks, rules, tree and cache that no test notices and SURVIVORS.md does not explain
-	OMP_NUM_THREADS=1 $(BIN)/python tests/tools/mutate.py
+mutate: $(READY)  ## small changes of the walks, rules, tree and cache that no quick test notices, by mutmut (needs a package index)
+	test -d .mutmut || $(BIN)/pip install --disable-pip-version-check --quiet --constraint constraints.txt --target .mutmut mutmut
+	OMP_NUM_THREADS=1 PYTHONPATH=.mutmut $(BIN)/python -m mutmut run
+	PYTHONPATH=.mutmut $(BIN)/python -m mutmut results
 
 coverage: $(READY)  ## lines of bases/, generation/ and modeling/ that their tests run; less than 95 % is an error
 	OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -q tests/generation tests/modeling

@@ -5,9 +5,12 @@ from typing import Annotated, Any, Literal, get_origin
 
 from fastapi import HTTPException
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
-from typing_extensions import Required, TypedDict
+from typing_extensions import Required, TypeAliasType, TypedDict
 
 Object = dict[str, Any]
+LONGEST = 1 << 40  # characters, so that a text is looked at, and one with half a character refused
+Value = TypeAliasType("Value", "dict[Text, Value] | list[Value] | Text | int | float | bool | None")
+Text = Annotated[str, Field(max_length=LONGEST)]
 many: Any = list
 by_name: Any = dict
 
@@ -16,7 +19,7 @@ def fields(**kinds: Any) -> Any:
     """An object with these fields and no others, each of which may be left out, or null, unless it is `Required`."""
     known = {name: kind if get_origin(kind) is Required else kind | None for name, kind in kinds.items()}
     made: Any = TypedDict("Fields", known, total=False)  # type: ignore
-    return with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))(made)
+    return with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, str_max_length=LONGEST))(made)
 
 
 def number(least: Any, most: Any) -> Any:
@@ -32,8 +35,8 @@ LEFT = {"annotations": list, "logprobs": list, "detail": Literal["auto"]}  # of 
 OF_PARTS: Any = Literal["text", "input_text", "output_text", "reasoning_text", "image_url", "input_image"]
 IMAGE, DETAIL = Annotated[str, Field(pattern="^data:image/")], Literal["auto"]  # nothing is fetched
 PART = fields(type=Required[OF_PARTS], text=str, image_url=IMAGE | fields(url=Required[IMAGE], detail=DETAIL), **LEFT)
-FUNCTION = {"name": MUST, "description": str, "parameters": dict, "strict": NO}
-SCHEMA = {"name": str, "description": str, "schema": dict, "strict": bool}
+FUNCTION = {"name": MUST, "description": str, "parameters": by_name[str, Value], "strict": NO}
+SCHEMA = {"name": str, "description": str, "schema": by_name[str, Value], "strict": bool}
 FORMAT = {"type": Literal["text", "json_object", "json_schema"]}
 ROLE, CONTENT = Literal["system", "developer", "user", "assistant", "tool"], str | many[PART]
 CALL = fields(id=str, type=str, index=int, function=Required[fields(name=MUST, arguments=MUST)])
@@ -49,7 +52,7 @@ COMMON |= {"stream_options": fields(include_usage=bool, include_obfuscation=NO)}
 SCORES: Object = {"logit_bias": by_name[str, number(-100.0, 100)], "n": number(1, 128)}
 SCORES |= {"stop": some(str) | many[some(str)], "max_tokens": COUNT}
 OF_CHATS: Object = {"tool_choice": Literal["auto", "none"], "parallel_tool_calls": bool}
-OF_CHATS |= {"chat_template_kwargs": dict, "service_tier": Literal["auto", "default"], "store": bool}
+OF_CHATS |= {"chat_template_kwargs": by_name[str, Value], "service_tier": Literal["auto", "default"], "store": bool}
 COMPLETIONS = {**COMMON, **SCORES, "logprobs": number(0, 20)}
 COMPLETIONS |= {"prompt": Required[some(str) | TOKENS | some(many[some(str) | TOKENS])]}
 CHAT = {**COMMON, **SCORES, **OF_CHATS, "messages": Required[some(many[fields(**MESSAGE)])]}
@@ -79,7 +82,8 @@ def checked(kind: TypeAdapter, body: Any) -> Object:
         fitting: Object = kind.dump_python(kind.validate_python(body), exclude_none=True)
         return fitting
     except ValidationError as error:
-        worst = max(error.errors(), key=lambda each: len(each["loc"]))  # of several types the one that fits best
+        of_types = [(len(each["loc"]), "unicode" in each["type"], each) for each in error.errors()]
+        worst = max(of_types, key=lambda of_type: of_type[:2])[2]  # the type that fits best
     place = ""
     for part in worst["loc"]:
         with suppress(TypeError, LookupError):  # the name of a type

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,10 +168,9 @@ class Served:
 def texts_of(folder: Path) -> list[str]:
     """The text files of a folder, its own folders included."""
     texts = list[str]()
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and "/." not in f"/{path.relative_to(folder)}":
-            with suppress(ValueError):  # no text
-                texts.append(read_text(path))
+    for name in sorted(glob("**", root_dir=folder, recursive=True)):
+        with suppress(ValueError, IsADirectoryError):  # no text
+            texts.append(read_text(folder / name))
     if not any(texts):
         raise ValueError(f"--lookup-texts: {str(folder)!r} has no text (UTF-8): name a folder of text files.")
     return texts

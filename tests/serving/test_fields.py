@@ -221,19 +221,31 @@ def test_an_item_that_lacks_a_field_is_refused_by_its_name(item, missing, writer
     assert error["param"] == "input" and f"'{missing}' is missing" in error["message"]
 
 
-@pytest.mark.parametrize(
-    "body", ["", "[]", "{", "3", '{"prompt": "\\ud800"}', "[" * 100_000], ids=lambda body: body[:9]
-)
+@pytest.mark.parametrize("body", ["", "[]", "{", "3", "[" * 100_000], ids=lambda body: body[:9])
 def test_a_body_that_is_no_request_is_refused(body, writer):
     for path in ("completions", "chat/completions", "responses"):
         answer = writer.post(f"/v1/{path}", content=body)
         assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
 
 
-def test_metadata_that_no_answer_can_repeat_is_refused(writer):
-    body = '{"input": "hi", "max_output_tokens": 1, "metadata": {"a": NaN}}'
-    answer = writer.post("/v1/responses", content=body)
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata.a"
+TURN = '"messages": [{"role": "user", "content": "hi"}]'
+
+
+@pytest.mark.parametrize(
+    "path, more, field",
+    [
+        ("responses", '"input": "hi", "metadata": {"a": NaN}', "metadata.a"),
+        ("responses", '"input": "hi", "instructions": "\\ud800"', "instructions"),
+        ("completions", '"prompt": ["a", "\\ud800"]', "prompt[1]"),
+        ("completions", '"prompt": "a", "stop": "\\udc00"', "stop"),
+        ("completions", '"prompt": "a", "\\ud800": 1', "body"),
+        ("chat/completions", f'{TURN}, "chat_template_kwargs": {{"x": [1, "\\ud800"]}}', "chat_template_kwargs.x[1]"),
+    ],
+)
+def test_what_no_text_and_no_answer_can_hold_is_refused_by_name(path, more, field, writer):
+    """A number that is none, and half a character."""
+    answer = writer.post(f"/v1/{path}", content=f"{{{more}}}")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
 
 
 def test_usage_says_what_was_drafted(writer):
