@@ -359,9 +359,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             "(from_base)."
         )
 
-    def _init_weights(self, module: nn.Module) -> None:
-        """Nothing: parameters and buffers have their starting values from where they are made."""
-
 
 def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """What is the base's in the state of a whole model."""

@@ -163,23 +163,12 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             )
 
     def attach(self, base: Any) -> None:
-        """Make `base` this model's base, and put the drafter where the base's last layer is.
-
-        What transformers collects from submodels in `post_init` is carried over by hand: `post_init` would touch the
-        weights of a live base.
-        """
+        """Make `base` this model's base, and put the drafter where the base's last layer is."""
         self.base = base
         self.drafter.attach(base)
         self.config.base_config = base.config  # after construction, so that both stay one object
         self.config._attn_implementation_internal = getattr(base.config, "_attn_implementation_internal", None)
-        self.all_tied_weights_keys = self._tied("base") | self._tied("drafter")
-        for name in (
-            "_no_split_modules",
-            "_skip_keys_device_placement",
-            "_keep_in_fp32_modules",
-            "_keep_in_fp32_modules_strict",
-        ):
-            setattr(self, name, set(getattr(self, name) or ()) | set(getattr(base, name, None) or ()))
+        self.post_init()  # which collects what transformers asks a model about its parts
         self._no_split_modules.add(type(self.drafter).__name__)  # all of it on one device
         device, dtype = last_layer(base)
         self.config.dtype = dtype
@@ -189,10 +178,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             self.hf_device_map = {f"base.{name}" if name else "base": place for name, place in device_map.items()}
             self.hf_device_map["drafter"] = device
 
-    def _tied(self, part: str) -> dict[str, str]:
-        """Which weights of the base or the drafter are others of it, by their names in the whole model."""
-        tied = getattr(getattr(self, part), "all_tied_weights_keys", None) or {}
-        return {f"{part}.{target}": f"{part}.{source}" for target, source in tied.items()}
+    def init_weights(self) -> None:
+        """Nothing: parameters and buffers have their values from where they were made, also those of a live base."""
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but what calls have found out about the base, as a copy does by itself."""
@@ -315,7 +302,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         inside = {name: tensors.pop(name) for name in of_base}
         with _building(path), Undrawn():  # memory that nothing is written to
             model = cls(config, build_base=False)
-        tied = model._tied("drafter").items()  # a checkpoint holds such weights once
+        tied = model.all_tied_weights_keys.items()  # a checkpoint holds such weights once
         there = {target: tensors[source] for target, source in tied if source in tensors} | tensors
         check_tensors(path, there, model.state_dict())
         model.load_state_dict(there, assign=True)
