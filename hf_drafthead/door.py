@@ -21,13 +21,7 @@ from hf_drafthead.formats.mtp import named_base
 from hf_drafthead.formats.speculators import verifier_of
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.base_model import locate_base
-from hf_drafthead.modeling.checkpoint import (
-    fetch_file,
-    is_missing_folder,
-    read_heads_config,
-    weights_in,
-    why_missing,
-)
+from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, read_heads_config, weights_in, why_missing
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, from_base
 from hf_drafthead.modeling.files import read_json, refusing, shortened

@@ -104,13 +104,7 @@ def push_model(model: DraftHeadPreTrainedModel, target: Target) -> Push:
     return push
 
 
-def push_folder(
-    folder: str | os.PathLike,
-    target: Target,
-    *,
-    base: str | None = None,
-    dry_run: bool = False,
-) -> Push:
+def push_folder(folder: str | os.PathLike, target: Target, *, base: str | None = None, dry_run: bool = False) -> Push:
     """Push the folder of a checkpoint, which is not changed.
 
     Args:

@@ -34,13 +34,7 @@ from hf_drafthead.modeling.adapters import (
     plain,
     unwrapped,
 )
-from hf_drafthead.modeling.checkpoint import (
-    HTTP_ERROR,
-    checkpoint_files,
-    fetch_file,
-    is_local,
-    is_missing_folder,
-)
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, fetch_file, is_local, is_missing_folder
 from hf_drafthead.modeling.config import BASE_FOLDER, MODEL_TYPE_PREFIX, DraftHeadConfig, sub_config
 from hf_drafthead.modeling.files import read_json, refusing
 from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer, split_gguf

@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModel, LlamaModel, T5Config, T5ForConditionalGeneration, ViTConfig
 
-from hf_drafthead.modeling import (
-    MODEL_CLASSES,
-    HydraConfig,
-    HydraForCausalLM,
-    MedusaConfig,
-    MedusaForCausalLM,
-)
+from hf_drafthead.modeling import MODEL_CLASSES, HydraConfig, HydraForCausalLM, MedusaConfig, MedusaForCausalLM
 from hf_drafthead.modeling.checkpoint import read_heads_config
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -127,11 +121,7 @@ def test_loading_arguments_for_a_base_that_is_loaded(heads, name, value):
 
 
 def test_a_base_for_new_heads_that_is_not_there(tmp_path):
-    for name, what in (
-        (tmp_path, "cannot be read"),
-        (tmp_path / "not there", "was not found"),
-        ("org/not", "..."),
-    ):
+    for name, what in ((tmp_path, "cannot be read"), (tmp_path / "not there", "was not found"), ("org/not", "...")):
         with refused(OSError, f"the base '...' {what} (...): give the id or path of a causal language model."):
             MedusaForCausalLM.from_base(name, local_files_only=True)
 

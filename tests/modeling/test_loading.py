@@ -12,13 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    BitsAndBytesConfig,
-    GenerationConfig,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
