@@ -97,7 +97,8 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         # live base non-causal: only ever hand it a copy.
         for name in self.sub_configs:
             setattr(self, name, sub_config(name, getattr(self, name)))
-        super().__post_init__(**kwargs)
+        with refusing(ValueError, "the config has a field that cannot be used", "correct it."):
+            super().__post_init__(**kwargs)
         if is_of_the_package(type(self)):
             self.auto_map = code_references(type(self))  # whatever a file says
         self.check()
