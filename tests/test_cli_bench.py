@@ -167,8 +167,6 @@ def test_texts_to_stop_at_are_looked_for(run, tmp_path):
     [
         (["--questions", "{folder}/odd.jsonl"], 'odd.jsonl line 2 is {{"question": "x"}}: expected a chat as'),
         (["--questions", "{folder}/long.jsonl"], "long.jsonl line 1: a prompt of 125 tokens and 256 new ones exceed"),
-        (["--questions", "{folder}/chats.jsonl"], "chats.jsonl line 1 is a conversation, but the tokenizer at "),
-        (["--questions", "nowhere.jsonl"], "there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"),
         (["--questions", "{folder}/prompts.jsonl", "--batch-size", "1,0"], "--batch-size '1,0': expected whole"),
         (["--questions", "{folder}/prompts.jsonl", "--batch-size", "x"], "--batch-size 'x': expected whole numbers"),
         (["--questions", "{folder}/prompts.jsonl", "--temperature", "0,-1"], "expected numbers from 0 with commas"),

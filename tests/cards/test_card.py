@@ -406,14 +406,10 @@ def test_what_a_person_wrote_survives_in_text_and_metadata(heads):
     card.save(heads / "README.md")
     put(heads, "evaluation.json", run())
     again = card_of(heads)
-    assert "## Thanks\n\nTo all.\n\n## Limits" in again.text
-    assert "| all | 40 | 2.71 | 1.48 | yes |" in again.text
-    assert again.data.license == "mit"
-    assert again.data.language == "en"
-    assert again.data.tags[-1] == "mine"
-    assert again.data.model_name == "published"
-    assert foreign in again.data.eval_results
-    assert len(again.data.eval_results) == 6
+    assert "## Thanks\n\nTo all.\n\n## Limits" in again.text and "| all | 40 | 2.71 | 1.48 | yes |" in again.text
+    data = again.data
+    assert (data.license, data.language, data.tags[-1], data.model_name) == ("mit", "en", "mine", "published")
+    assert foreign in data.eval_results and len(data.eval_results) == 6
 
 
 def test_the_base_that_a_person_named_stays_where_the_config_has_a_path(tmp_path):
@@ -448,16 +444,13 @@ def test_missing_says_what_a_card_lacks_and_what_to_do(tmp_path):
     write_card(folder, license="mit")
     assert missing(folder) == []
     write_checkpoint(folder, base_model_name_or_path="org/another")
-    assert missing(folder) == [
-        f"base: the card names 'org/base', the config 'org/another'; run `hf-drafthead card {folder}`"
-    ]
-
-
-def test_a_card_without_figures_has_to_say_so(heads):
-    (heads / "README.md").write_text("---\nbase_model: org/base\nlicense: mit\n---\n\n# Mine\n")
-    assert missing(heads) == ['measured figures: run `hf-drafthead bench`, or write "not measured" into the card']
-    (heads / "README.md").write_text("---\nbase_model: org/base\nlicense: mit\n---\n\n# Mine\n\nNot measured.\n")
-    assert missing(heads) == []
+    another = f"base: the card names 'org/base', the config 'org/another'; run `hf-drafthead card {folder}`"
+    assert missing(folder) == [another]
+    write_checkpoint(folder)
+    figures = 'measured figures: run `hf-drafthead bench`, or write "not measured" into the card'
+    for words, lacks in (("", [figures]), ("\nNot measured.\n", [])):
+        (folder / "README.md").write_text(f"---\nbase_model: org/base\nlicense: mit\n---\n\n# Mine\n{words}")
+        assert missing(folder) == lacks
 
 
 @pytest.mark.parametrize(

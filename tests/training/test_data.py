@@ -404,15 +404,11 @@ def test_data_of_which_nothing_is_left_is_refused(tmp_path):
     )
 
 
-def test_chats_need_a_template_and_texts_do_not(tmp_path, chats):
-    with pytest.raises(ValueError, match="the data holds chats, but the tokenizer of '' has no chat template: give"):
-        tokenize_rows(read_rows(chats), tokenizer_with(None), 64)
+def test_texts_need_no_template(tmp_path):
     rows = read_rows(write_lines(tmp_path / "x.jsonl", [{"text": "abc"}]))
     (example,) = tokenize_rows(rows, tokenizer_with(None), 64)[0]
     assert example["labels"] == example["input_ids"] == tokenizer_with(None)("abc")["input_ids"]
 
-
-# ---- columns beside the chat -----------------------------------------------------------------------------------------
 
 TOOL_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"

@@ -156,8 +156,6 @@ def test_a_tokenizer_without_offsets_is_refused():
         ChatEncoder(Slow())
 
 
-# ---- named templates -------------------------------------------------------------------------------------------------
-
 FUNCTION = {"type": "function", "function": {"name": "add", "description": "adds", "parameters": {"properties": {}}}}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
 WITH_CALLS = [{"role": "user", "content": "1+1"}, CALL, {"role": "tool", "content": "2"}, *chat(1).messages]
