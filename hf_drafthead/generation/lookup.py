@@ -25,13 +25,13 @@ of a step, C tokens of the texts, S hashes, G tables, X n-grams.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
 
+from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.generation.tree import LookupTree
 
 SCANNED = 3  # last tokens that every place of a row is compared with; with more only those that are taken
@@ -272,7 +272,7 @@ class TextIndex:
         places = torch.full((len(GRAMS), self.size), -1, dtype=torch.int32)
         self.host = HeldTexts(corpus, places, torch.full((len(GRAMS), capacity), -1, dtype=torch.int32))
         self.held: dict[torch.device, HeldTexts] = {corpus.device: self.host}
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self.first = self.next = 0  # where texts begin that may be replaced, and where the next one is put
         for text in texts:
             self.put(text)

@@ -351,7 +351,10 @@ def test_threads_measure_once(monkeypatch):
     assert len(counted) == 1 and len(found) == 6 and all(each(one) == each(found[0]) for one in found)
 
 
-@pytest.mark.parametrize("lock", [costs._MEASURING, programs._RECORDING, Programs().lock, Programs().compiles])
+LOCKS = [costs._MEASURING, programs._RECORDING, Programs().lock, Programs().compiles, hf_drafthead.TextIndex().lock]
+
+
+@pytest.mark.parametrize("lock", LOCKS)
 def test_a_process_that_is_forked_while_a_lock_is_held_does_not_wait_for_that(lock):
     with lock:
         if not (child := os.fork()):
