@@ -11,12 +11,9 @@ import torch
 from hf_drafthead.training import heads_loss
 from hf_drafthead.training.heads_loss import HeadsLoss
 from tests.bases import tiny_base
-from tests.families import FAMILIES
-from tests.training.plain_loss import plain_loss
+from tests.training.plain_loss import PLAIN, plain_loss
 from tests.training.test_trainer import ROWS
 
-# DFlash 2 learns to choose among its candidates as well: `test_golden_dflash2` compares its loss
-PLAIN = [family for family in FAMILIES if not family.name.startswith("dflash2")]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training_memory.py"
 
 
