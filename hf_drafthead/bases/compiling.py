@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.bases.hooks import parts
 from hf_drafthead.bases.mixers.layer import RecurrentLayer
 from hf_drafthead.bases.releases import cache_argument
@@ -39,7 +39,7 @@ FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools.partial)
 PLAIN = {bool, int, float, str, tuple, type(None), *FUNCTIONS}  # types
 LARGE_WEIGHTS = ((12, 1 << 15), (8, 1 << 20))  # with so many rows or more, weights of so many numbers or more
 aten = torch.ops.aten
-_COMPILES = threading.Lock()  # of all models: dynamo lets one thread compile at a time
+_COMPILES = new_lock()  # of all models: dynamo lets one thread compile at a time
 
 
 class OneLayer:

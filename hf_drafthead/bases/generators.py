@@ -17,9 +17,9 @@ GENERATORS = threading.RLock()  # of all calls: where the process's generators s
 LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()  # others, which nobody holds in a process that is forked
 
 
-def new_lock() -> Any:
+def new_lock(kind: Any = threading.Lock) -> Any:
     """A lock that is free in a process that is forked, which has none of the threads that would release it."""
-    LOCKS.add(lock := threading.Lock())
+    LOCKS.add(lock := kind())
     return lock
 
 

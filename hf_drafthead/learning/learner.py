@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import statistics
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from types import SimpleNamespace
@@ -24,6 +23,7 @@ import torch
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import out_of_memory
+from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import draft_vocabulary
 from hf_drafthead.generation.tree import DraftTree
@@ -43,7 +43,7 @@ PATIENCE = 3  # rounds without a rise, behind which the copy begins anew
 ALLOWED_FALL = 0.95  # of tokens per step on what was asked earlier
 GRADIENT = 1.0  # norm of all gradients, at most
 SLOWEST = 1e-5  # rate at which learning has come to an end
-_WRITING = threading.Lock()  # while weights are taken over, or saved
+_WRITING = new_lock()  # while weights are taken over, or saved
 
 
 class Learner:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.modeling.adapters import (
     adapters_of,
@@ -35,8 +36,7 @@ from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_bas
 
 logger = logging.get_logger(__name__)
 
-
-SAVING = RLock()  # one save at a time replaces files of a folder
+SAVING = new_lock(RLock)  # one save at a time replaces files of a folder
 SAVES = {"max_shard_size", "token", "save_peft_format", "save_original_format"}  # arguments of transformers' save
 SAVES |= {"save_function", "safe_serialization", "use_temp_dir"}  # which callers still hand to it
 

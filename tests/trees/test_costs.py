@@ -12,12 +12,15 @@ from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM
 
 import hf_drafthead
 from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.bases import compiling, mixers
 from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation import programs
 from hf_drafthead.generation.batch import Batch
 from hf_drafthead.generation.programs import PROGRAMS, Programs
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.tree import DraftTree, LookupTree
+from hf_drafthead.learning import learner
+from hf_drafthead.modeling import base
 from hf_drafthead.trees import costs, entries
 from hf_drafthead.trees.choice import SMALL_TREE
 from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, _keep, _read, stored
@@ -352,13 +355,16 @@ def test_threads_measure_once(monkeypatch):
 
 
 LOCKS = [costs._MEASURING, programs._RECORDING, Programs().lock, Programs().compiles, hf_drafthead.TextIndex().lock]
+LOCKS += [mixers._EXTENDING, compiling._COMPILES, learner._WRITING, base.SAVING]
 
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_a_process_that_is_forked_while_a_lock_is_held_does_not_wait_for_that(lock):
-    with lock:
+    with ThreadPoolExecutor(1) as another:  # an RLock is free for the thread that holds it
+        another.submit(lock.acquire).result()
         if not (child := os.fork()):
             os._exit(not lock.acquire(timeout=5))
+        another.submit(lock.release).result()
     assert os.waitpid(child, 0)[1] == 0
 
 

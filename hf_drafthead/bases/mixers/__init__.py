@@ -11,13 +11,13 @@ anything, and whatever is wrapped around a mixer or its parts stays there.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from hf_drafthead.bases import releases
+from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.bases.hooks import names_in_forward
 from hf_drafthead.bases.mixers.delta_rule import DeltaRule, delta_rule_of_nodes
 from hf_drafthead.bases.mixers.layer import Mixer, Nodes
@@ -38,7 +38,7 @@ KINDS: dict[str, Mixer] = {
     releases.SCANS: StateSpace(),
 }
 NO_TREE_FORM = {releases.SELECTIVE_SCAN: "its decay differs by channel and by entry: each pair of nodes costs a state"}
-_EXTENDING = threading.Lock()
+_EXTENDING = new_lock()
 
 
 class UnknownMixer(Exception):
