@@ -150,15 +150,14 @@ class RequestTracker:
 
     def _give_early(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Give a handler what came before it, of the newest request of its id: a new one may have been put since."""
-        with self._changed:
+        with contextlib.ExitStack() as given, self._changed:  # where one raises the others are given all the same
             newest = self._newest(request_id)
             early = [pair for pair in self._results if pair[0] == newest and pair[1].request_id == request_id]
-            for pair in early:
+            for pair in reversed(early):
                 self._results.remove(pair)
+                given.callback(callback, pair[1])
             if any(result.is_finished() for _, result in early):
                 self._handlers.pop(request_id, None)
-        for _, result in early:
-            callback(result)
 
     def _deliver(self, request: Request) -> None:
         """Give what a request has so far to its handler, or keep it until somebody asks."""

@@ -129,6 +129,26 @@ def test_a_handler_is_not_given_what_an_older_request_of_its_id_has_left(guessin
     assert manager.get_result(timeout=0).generated_tokens == alone(guessing.base, older)
 
 
+def test_a_handler_that_raises_is_given_the_rest_of_what_came_before_it(guessing, managed):
+    manager, given = managed(guessing), []
+    add(manager, ([3, 4, 5], SHORT), request_id="early", streaming=True)
+    while "early" in manager._known:
+        manager.get_result("none", timeout=0.01)
+
+    def handler(result):
+        given.append(result)
+        raise ValueError("of the user")
+
+    async def ask():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        manager.register_result_handler("early", handler)
+        await asyncio.sleep(0.1)
+
+    waiting = len(manager._results)
+    asyncio.run(ask())
+    assert waiting == len(given) > 1 and given[-1].is_finished() and not given[0].is_finished()
+
+
 class Seeds(BaseStreamer):
     """Lets another thread set the seed of the process while it is given a token."""
 
