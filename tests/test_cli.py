@@ -196,6 +196,7 @@ def test_a_bad_model_is_refused_in_one_line(bad, command, words, name, text):
         ("[[0], [1, 0]]", "node (1, 0) has no parent: add (1,) to the tree, or drop every node that starts with (1,)."),
         ("[[0], [0]]", "node (0,) is in the tree 2 times: keep it once."),
         ("[[0], [0", "is not JSON ("),
+        ('{"dynamic": {"nodes": 32}', "is not JSON ("),
         ("no_such_file.json", "there is no tree file 'no_such_file.json': give a file of rank paths such as"),
         ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "but the model has 3 draft heads: drop every path longer than 3."),
         ("[[0], [300]]", "with rank 300, but a vocabulary of 259 tokens has ranks 0 to 258"),

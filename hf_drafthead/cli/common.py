@@ -148,7 +148,7 @@ def parse_tree(text: str) -> Any:
     if isinstance(sizes := json_or_text(text), dict):
         resolve(sizes, None, 2**31)
         return sizes
-    if text.lstrip().startswith("["):
+    if text.lstrip().startswith(("[", "{")):
         return DraftTree.from_json(text)
     if text.endswith(".json"):
         if not Path(text).is_file():

@@ -118,7 +118,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
         copies = COPIES if copies is None and texts is not None else copies
         # checked also where a measured tree comes before it
         plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
-        if self.drafter.copies is not None or (isinstance(draft_tree, (str, list)) and draft_tree in (LOOKUP, [])):
+        if self.drafter.copies is not None or (
+            isinstance(draft_tree, (str, list, tuple)) and draft_tree in (LOOKUP, [], ())
+        ):
             self._check_copies(settings, plan, copies)
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {

@@ -89,6 +89,7 @@ def distill(
     """
     settings = {"max_new_tokens": max_new_tokens, "top_p": float(top_p), "seed": seed}
     rows = without_format(rows)
+    rows = rows if isinstance(rows, int) or hasattr(rows, "__len__") else [*rows]
     if isinstance(rows, int):
         at_least_one(count=rows)
         settings |= {"turns": turns, "question_tokens": question_tokens}

@@ -87,6 +87,8 @@ class DraftHeadTrainer(Trainer):
         # if it were sharded as one unit, the drafter would be complete inside its `forward` only, which is not used
         model._no_split_modules.discard(type(model.drafter).__name__)
         self.clock = clock or Clock(Path(args.output_dir) / "clock.json", args.hours)
+        if clock is None:
+            self.clock.before = 0.0  # which `train_heads` alone spends before a training
         super().__init__(model, args, **kwargs)
         self.add_callback(self.clock)
         if self.is_fsdp_enabled:  # heads are small: a checkpoint holds them in one file, as without sharding

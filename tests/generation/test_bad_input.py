@@ -125,6 +125,7 @@ COPIED = {
     "no match": ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1}, "max_matching_ngram_size is -1"),
     "copies alone": ({"draft_tree": "lookup"}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
     "nothing": ({"draft_tree": []}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
+    "nothing in a tuple": ({"draft_tree": ()}, "give prompt_lookup_num_tokens, or lookup_texts, too"),
     "one text": (
         {"lookup_texts": "a text"},
         "lookup_texts is of type str: expected a list of texts, or of their token",

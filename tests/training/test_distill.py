@@ -82,7 +82,7 @@ def by_hand(base, tokenizer, questions: list[str], max_new_tokens: int) -> list[
 
 
 def test_an_answer_is_what_generate_says_to_the_chat_so_far(base, tokenizer, tmp_path):
-    report = distill(base, tokenizer, CHATS, tmp_path / "out.jsonl", **SETTINGS)
+    report = distill(base, tokenizer, iter(CHATS), tmp_path / "out.jsonl", **SETTINGS)
     rows = read(tmp_path / "out.jsonl")
     expected = {}
     for number, chat in enumerate(CHATS):

@@ -111,6 +111,8 @@ def test_the_learning_rate_reaches_its_end_with_the_time(now, tmp_path):
     model = fresh_heads("medusa", tiny_base(dtype=torch.float32), num_draft_heads=1)
     clock = Clock(tmp_path / "clock.json", limit=1.0)
     settings = arguments(tmp_path, hours=1.0, warmup_steps=0)
+    (tmp_path / "clock.json").write_text('{"before": 3000}')  # of an earlier training in this folder
+    assert DraftHeadTrainer(model, settings, train_dataset=ROWS).clock.limit == 1.0
     trainer = DraftHeadTrainer(model, settings, train_dataset=ROWS, clock=clock)
     clock.on_train_begin(settings, types.SimpleNamespace(global_step=0), None)
     scheduler = trainer.create_scheduler(100, torch.optim.SGD(model.drafter.parameters(), lr=1.0))
