@@ -52,6 +52,15 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
+def say(folder: Path, **settings: Any) -> None:
+    """Put settings into the generation configs of the base and of the heads, whose own come before the base's."""
+    for name in ("base", "medusa"):
+        config = folder / name / "generation_config.json"
+        before = json.loads(config.read_text())
+        config.unlink()
+        config.write_text(json.dumps({**before, **settings}))
+
+
 def words_of(command: str, folder: Path) -> list[str]:
     """The command line."""
     heads, base, asked, limit = (
@@ -107,10 +116,7 @@ FIELDS = [name for name in table.fields_there_are() if name in table.SETTINGS an
 def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command, name, folder, capsys, caplog):
     if name == "assistant_early_exit":  # transformers uses in it what it deprecates
         caplog.set_level("ERROR", "transformers.generation.utils")
-    config = folder / "base" / "generation_config.json"
-    settings = json.loads(config.read_text())
-    config.unlink()
-    config.write_text(json.dumps({**settings, **written(name)}))
+    say(folder, **written(name))
     right = of_the_base(folder, ROWS.get(command, 1))
     code, out, said = run(words_of(command, folder), capsys)
     if code == 2:  # the base refuses it too, or has no drafts of which a tree could be chosen
@@ -131,10 +137,7 @@ def test_a_command_runs_whatever_the_generation_config_of_the_base_says(command,
 
 
 def test_texts_end_at_the_strings_of_the_base_s_config_in_every_command(folder, capsys):
-    config = folder / "base" / "generation_config.json"
-    settings = json.loads(config.read_text())
-    config.unlink()
-    config.write_text(json.dumps({**settings, "stop_strings": ["os", "sys"]}))
+    say(folder, stop_strings=["os", "sys"])
     right = of_the_base(folder, 1)
     code, out, _ = run(words_of("generate", folder), capsys)
     assert code == 0 and out.rstrip("\n") == right
@@ -144,11 +147,7 @@ def test_texts_end_at_the_strings_of_the_base_s_config_in_every_command(folder, 
 
 
 def test_calibrate_keeps_what_the_generation_config_says(folder, capsys):
-    for name in ("base", "medusa"):
-        config = folder / name / "generation_config.json"
-        settings = json.loads(config.read_text())
-        config.unlink()
-        config.write_text(json.dumps({**settings, "return_dict_in_generate": True, "stop_strings": ["os"]}))
+    say(folder, return_dict_in_generate=True, stop_strings=["os"])
     words = [word for word in words_of("calibrate", folder) if word != "--dry-run"]
     code, _, said = run(words, capsys)
     assert code == 0, said
