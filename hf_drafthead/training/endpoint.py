@@ -19,8 +19,7 @@ from hf_drafthead.training.templates import frame
 
 RESUMES = "the same command resumes."
 TIMEOUT = 600.0  # seconds for one answer
-# whether an answer ended by itself, by the reason that a server gives
-ENDED = {"stop": True, "tool_calls": True, "function_call": True, "length": False, "content_filter": False}
+CUTS = ("length", "content_filter")  # of the reasons that servers give for an end; an end of text has many names
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class ServerWriter(Writer):
             choice = done["choices"][0]
             message = choice["message"] if "message" in choice else {"content": choice["text"]}
             tokens = (done.get("usage") or {}).get("completion_tokens") or 0
-            return {**message, "content": message.get("content") or ""}, ENDED[choice["finish_reason"]], tokens
+            return {**message, "content": message.get("content") or ""}, choice["finish_reason"] not in CUTS, tokens
         except (AttributeError, LookupError, TypeError) as error:
             what = f"answers what chat completions do not have ({str(done)[:60]!r}, {_reason(error)})"
             raise OSError(f"the server at {self.server.url!r} {what}: check --endpoint; {RESUMES}") from None

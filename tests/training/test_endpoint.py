@@ -247,7 +247,7 @@ def test_a_server_that_cannot_be_used_is_named_in_one_line(tmp_path, command, st
 DEEP = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 OTHER_ANSWERS = [b"<html>", b'{"choices": []}', b'{"error": "no"}', b"{broken", DEEP, b'{"id": "caf\xe9"}']
 OTHER_ANSWERS += [b'{"choices": [null]}', b'{"choices": [{"finish_reason": "stop"}]}', b'{"choices": "none"}']
-OTHER_ANSWERS += [b'{"choices": [{"message": {"content": "a"}, "finish_reason": "eos_token"}]}']
+OTHER_ANSWERS += [b'{"choices": [{"message": {"content": "a"}}]}']
 
 
 @pytest.mark.parametrize("answer", OTHER_ANSWERS, ids=lambda answer: answer[:20].decode("latin-1"))
@@ -265,7 +265,7 @@ def completion(choice, usage):
 
 FOUR = {"role": "assistant", "content": "Four."}
 USAGE = {"completion_tokens": 2, "prompt_tokens": 1, "total_tokens": 3}
-REASONS = [("stop", True), ("tool_calls", True), ("length", False), ("content_filter", False)]
+REASONS = [("stop", True), ("tool_calls", True), ("eos_token", True), ("length", False), ("content_filter", False)]
 
 
 @pytest.mark.parametrize("usage", [USAGE, None, {"completion_tokens": None}], ids=["usage", "none", "null"])
