@@ -68,8 +68,9 @@ def circumstances(base: PreTrainedModel) -> tuple[tuple[Hashable, ...], bool]:
         seen.append(forward)
         if module.training:  # a part alone, such as a dropout that is kept on
             seen.append(module)
-        if "layer_idx" in module.__dict__:  # functions that may be replaced in a mixer's module
-            seen += called(module)
+        if "layer_idx" in module.__dict__:  # functions that have a tree form, which may be replaced in a mixer's module
+            place, names = names_in_forward(module)
+            seen += (getattr(place[name], "plain", place[name]) for name in sorted(names & COMPUTES_WITHOUT_KEYS))
         if module._forward_hooks or module._forward_pre_hooks:
             numbered = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())  # never twice the same
             hooks = [pair for pair in numbered if not getattr(pair[1], "__module__", "").startswith(LIBRARIES)]
@@ -82,12 +83,6 @@ def names_in_forward(module: nn.Module) -> tuple[dict[str, Any], set[str]]:
     """Where the forward of a module's class finds what it calls by name, and these names."""
     forward = inspect.unwrap(type(module).forward)
     return (forward.__globals__, set(forward.__code__.co_names)) if inspect.isfunction(forward) else ({}, set())
-
-
-def called(module: nn.Module) -> list[Any]:
-    """The functions that a mixer calls and that have a tree form, as they are without it."""
-    place, names = names_in_forward(module)
-    return [getattr(place[name], "plain", place[name]) for name in sorted(names & COMPUTES_WITHOUT_KEYS)]
 
 
 def is_hooked(base: PreTrainedModel) -> bool:

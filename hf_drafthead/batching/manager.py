@@ -20,9 +20,11 @@ import torch
 from transformers import GenerationConfig
 from transformers.utils import logging
 
+from hf_drafthead.bases.hooks import input_device
 from hf_drafthead.bases.releases import table_of_positions
-from hf_drafthead.batching.requests import OBJECTS, Request, config_value, device_of
+from hf_drafthead.batching.requests import OBJECTS, Request, config_value
 from hf_drafthead.batching.scheduler import Scheduler
+from hf_drafthead.batching.tracker import OWN_THREAD
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
@@ -180,7 +182,7 @@ class Manager(Scheduler):
         if seed is None and self._seeds is not None:
             seed = int(torch.randint(1 << 62, (), generator=self._seeds))
         if sampled or any(settings.get(name) for name in OBJECTS):
-            request.random = RandomNumbers.of_request(device_of(self.model), seed)
+            request.random = RandomNumbers.of_request(input_device(self.model.base), seed)
 
     def add_requests(
         self,
@@ -257,7 +259,8 @@ class Manager(Scheduler):
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Between two steps nothing is decoded meanwhile, so that weights can be changed; requests go on afterwards."""
-        self._refuse_own_thread("pause()")
+        if self._thread is threading.current_thread():
+            raise RuntimeError(OWN_THREAD.format("pause()"))
         with self._changed:
             if not self.is_running():
                 raise RuntimeError("the manager does not run: there is nothing to pause.")

@@ -12,6 +12,7 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_drafthead.bases.errors import Unsupported
+from hf_drafthead.bases.hooks import input_device
 from hf_drafthead.bases.releases import CACHE, GenerationOutput, RequestStatus, with_cache
 from hf_drafthead.generation.entry import Asked, begin
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
@@ -85,16 +86,10 @@ class Request:
             self.times += [time.perf_counter()] * len(tokens)
 
 
-def device_of(model: Any) -> torch.device:
-    """Where prompts are put."""
-    device: torch.device = model.base.device
-    return torch.device("cpu") if device.type == "meta" else device
-
-
 def arguments_of(model: Any, request: Request) -> tuple[torch.Tensor, dict[str, Any], Any]:
     """What `generate` is given for a request: the prompt (1, P); its settings; the streamer. A mask of ones says that
     nothing is padding, for which transformers takes pad tokens without one: some chat templates end turns with them."""
-    tokens = torch.tensor([request.prompt], device=device_of(model))
+    tokens = torch.tensor([request.prompt], device=input_device(model.base))
     settings = {"attention_mask": torch.ones_like(tokens), **request.settings}
     if request.keeps_logprobs:
         settings |= {"output_scores": True, "return_dict_in_generate": True}

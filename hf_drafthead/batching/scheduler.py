@@ -11,9 +11,10 @@ from typing import Any
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import DoesNotFit, Unsupported, out_of_memory
+from hf_drafthead.bases.hooks import input_device
 from hf_drafthead.bases.output_layer import probe_tokens
 from hf_drafthead.bases.releases import RequestStatus
-from hf_drafthead.batching.requests import Metrics, Request, begin_request, decode_by_itself, device_of
+from hf_drafthead.batching.requests import Metrics, Request, begin_request, decode_by_itself
 from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
@@ -108,7 +109,7 @@ class Scheduler(RequestTracker):
         plan = self._plans.largest
         if self._plans.execution.name == "eager" or batch.running:
             return
-        alone = plan.sizes or (copies_alone(plan.tree) and device_of(self.model).type == "cpu")
+        alone = plan.sizes or (copies_alone(plan.tree) and input_device(self.model.base).type == "cpu")
         trees = [plan.tree, ROOT_ALONE] if alone else [plan.tree]
         steps = [tree for tree in trees for _ in range(WARM_STEPS)]
         vocabulary = self.model.base.config.get_text_config(decoder=True).vocab_size

@@ -18,6 +18,7 @@ from typing import Any
 from hf_drafthead.bases.releases import GenerationOutput
 from hf_drafthead.batching.requests import Request
 
+OWN_THREAD = "{} in the thread that decodes would wait for itself: call it in another thread."
 WAIT = 10.0  # seconds for which a thread waits where the queue is full, as transformers does
 
 
@@ -95,15 +96,10 @@ class RequestTracker:
         """Whether the thread decodes, or waits for something to decode."""
         return self._thread is not None and self._thread.is_alive()
 
-    def _refuse_own_thread(self, call: str) -> None:
-        """Refuse what would wait for itself."""
-        if self._thread is threading.current_thread():
-            raise RuntimeError(f"{call} in the thread that decodes would wait for itself: call it in another thread.")
-
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """The next result, or the next of one request; None after `timeout` seconds, or where none will come."""
-        if timeout is None:
-            self._refuse_own_thread("get_result()")
+        if timeout is None and self._thread is threading.current_thread():
+            raise RuntimeError(OWN_THREAD.format("get_result()"))
         end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             while True:

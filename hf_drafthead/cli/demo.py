@@ -81,11 +81,12 @@ def demo(
 
 def tree_to_show(model: Any) -> Any:
     """The beginning of the largest tree that was calibrated, anywhere; else a small one."""
+    from hf_drafthead.generation.state import guessed_among
     from hf_drafthead.trees.choice import small_paths
 
     entries = getattr(model.generation_config, "calibration", None) or []
     largest: list[list[int]] = max((entry["tree"] for entry in entries), key=len, default=[])
-    return largest[: SHOWN_NODES - 1] or small_paths(*model._guesses_among())
+    return largest[: SHOWN_NODES - 1] or small_paths(*guessed_among(model))
 
 
 def write(model: Any, tokenizer: Any, question: Any, tree: Any, settings: dict[str, Any]) -> Any:

@@ -19,6 +19,7 @@ from hf_drafthead.evaluation.measurement import identity
 from hf_drafthead.evaluation.report import plain_table
 from hf_drafthead.evaluation.rounding import BaseCall, FirstDifference, counted
 from hf_drafthead.exactness import is_exact
+from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.trees.calibrate import Bar, no_bar
 from hf_drafthead.trees.choice import small_paths
 from hf_drafthead.trees.rank_paths import left_padded
@@ -258,7 +259,7 @@ def with_guesses(
 ) -> tuple[Any, bool | None]:
     """The output of a call of the heads that guesses, with a small tree where the model's own choice is to guess
     nothing, and whether it guessed; None where it has no step to guess in."""
-    named = {"draft_tree": small_paths(*model._guesses_among())} if model.drafter.copies is None else {}
+    named = {"draft_tree": small_paths(*guessed_among(model))} if model.drafter.copies is None else {}
     for more in ({}, named):
         nodes = [0]
         call = {**more, **settings, "return_dict_in_generate": True}  # whatever the model's config has

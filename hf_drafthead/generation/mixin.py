@@ -31,7 +31,7 @@ from hf_drafthead.generation.state import (
     DraftHeadGenerateOutput,
     Member,
     StepRecord,
-    draft_vocabulary,
+    guessed_among,
 )
 from hf_drafthead.generation.step import now
 from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree, LookupTree
@@ -117,7 +117,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         texts = None if lookup_texts is None else TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
         copies = COPIES if copies is None and texts is not None else copies
         # checked also where a measured tree comes before it
-        plan = None if settings.draft_tree == AUTO else settings.plan(*self._guesses_among())
+        plan = None if settings.draft_tree == AUTO else settings.plan(*guessed_among(self))
         if self.drafter.copies is not None or (
             isinstance(draft_tree, (str, list, tuple)) and draft_tree in (LOOKUP, [], ())
         ):
@@ -182,10 +182,6 @@ class DraftHeadGenerationMixin(GenerationMixin):
         settings = DraftSettings.from_config(config, **drafting)
         config.__dict__.pop("calibration", None)  # the base would copy it
         return config, settings, rest
-
-    def _guesses_among(self) -> tuple[int | None, int]:
-        """How deep the heads guess, None where there is no limit, and among how many tokens."""
-        return self.drafter.max_depth, draft_vocabulary(self.base, self.drafter)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """A manager of requests that join and leave while others are decoded, see `batching.Manager`."""

@@ -16,7 +16,6 @@ import types
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-import torch
 from transformers import CompileConfig, GenerationConfig
 from transformers.utils import logging
 
@@ -43,6 +42,7 @@ from hf_drafthead.generation.step import STAGES, Stages
 logger = logging.get_logger(__name__)
 
 CAPACITY_BUCKET = 16  # capacities are multiples of this, at all of which attention looks; on a GPU of `slots.BUCKET`
+HAVE_GRAPHS = ("cuda",)  # kinds of devices
 AHEAD = 256  # positions for which programs take a capacity at first; it grows as the text does
 COMPILES = (
     "A step is compiled for each tree and number of rows, half a minute to some minutes each; a call without "
@@ -63,7 +63,7 @@ class Execution(NamedTuple):
     def wanted(cls, model: Any, config: GenerationConfig) -> Execution:
         """What a call asks for by a static cache or a `compile_config`, else recorded where there are graphs. Modes
         that mean CUDA graphs in transformers compile and record, and so does a static cache; others only compile."""
-        graphs, asked = has_graphs(model.base.device), config.compile_config
+        graphs, asked = model.base.device.type in HAVE_GRAPHS, config.compile_config
         if config.disable_compile:
             return cls("eager")
         if asked is None and config.cache_implementation != "static":
@@ -72,18 +72,13 @@ class Execution(NamedTuple):
         return cls("compiled", asked or CompileConfig(mode="default"), records)
 
 
-def has_graphs(device: torch.device) -> bool:
-    """Whether there are graphs for this device."""
-    return device.type == "cuda"
-
-
 class Runner:
     """Runs the stages of a batch's steps by programs, until one cannot be had: then the batch goes on without."""
 
     def __init__(self, batch: Any):
         self.batch, self.model, self.reader = batch, batch.model, batch.reader
         self.execution, self.device = batch.execution, self.reader.base.device
-        self.graphs = has_graphs(self.device)
+        self.graphs = self.device.type in HAVE_GRAPHS
         self.stages: dict[Stages, Any] = {}  # what runs in the place of a step's stages
         self.recorded: dict[Hashable, Recorded] = {}  # what runs stages, in the memory of the call as it is now
         self.arena: Arena | None = None

@@ -92,10 +92,10 @@ def last_valid(previous: torch.Tensor, new: torch.Tensor, lengths: torch.Tensor)
     return torch.cat([previous.unsqueeze(1), new.to(previous)], dim=1).gather(1, place)[:, 0]
 
 
-def draft_vocabulary(base: Any, drafter: Any) -> int:
-    """Among how many tokens a drafter chooses: all of its base's, or fewer."""
-    tokens = drafter.draft_tokens
-    return base.config.get_text_config(decoder=True).vocab_size if tokens is None else len(tokens)
+def guessed_among(model: Any) -> tuple[int | None, int]:
+    """How deep heads guess, None where there is no limit, and among how many tokens: all of the base's, or fewer."""
+    tokens, config = model.drafter.draft_tokens, model.base.config.get_text_config(decoder=True)
+    return model.drafter.max_depth, config.vocab_size if tokens is None else len(tokens)
 
 
 class Candidates(NamedTuple):

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from hf_drafthead.bases.errors import out_of_memory
 from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.generation.settings import DEFAULT_TREE
-from hf_drafthead.generation.state import draft_vocabulary
+from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.learning.texts import RecentTexts, Text, batch_of
 from hf_drafthead.training.examples import collate
@@ -239,9 +239,10 @@ class Learner:
     def _rates(self, texts: Sequence[Text], drafter: Any) -> list[float]:
         """Tokens per step on each text, at any of its places, with a tree of 64 nodes."""
         base, values = self.model.base, []
-        tree = DraftTree.resolve(DEFAULT_TREE, drafter.max_depth, draft_vocabulary(base, drafter))
+        model = SimpleNamespace(base=base, drafter=drafter)
+        tree = DraftTree.resolve(DEFAULT_TREE, *guessed_among(model))
         batch, paths = batch_of(texts, self.model.get_input_embeddings().weight.device), set(tree.paths)
-        for row in rank_paths(SimpleNamespace(base=base, drafter=drafter), *batch, depth=tree.max_depth).tolist():
+        for row in rank_paths(model, *batch, depth=tree.max_depth).tolist():
             places = [tuple(levels) for levels in row if levels[0] != UNKNOWN]
             depths = (next((d for d in range(tree.max_depth, 0, -1) if at[:d] in paths), 0) for at in places)
             values.append(1 + sum(depths) / max(len(places), 1))

@@ -145,5 +145,5 @@ class BlockLayers(DecoderLayer):
     def _through_all(self, x: Tensor, positions: Tensor, mask: Any, cache: Cache) -> Tensor:
         masks = {kind: mask(*kind) for kind in set(zip(self.windows, self.causal))}
         for layer, *kind in zip(self.layers, self.windows, self.causal):
-            x = self._through_again(layer, x, positions, masks[tuple(kind)], cache)  # type: ignore[index]
+            x = self._through(layer, x, positions, masks[tuple(kind)], cache)  # type: ignore[index]
         return x

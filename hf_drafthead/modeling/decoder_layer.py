@@ -4,6 +4,7 @@ Shapes: B rows, T positions, A newly verified positions, n nodes of a level, M n
 """
 
 import copy
+import functools
 import inspect
 import itertools
 from typing import Any, NamedTuple, cast
@@ -157,19 +158,16 @@ class DecoderLayer(nn.Module):
         """New verified positions (B, A, H), the first lengths[b] of them valid: they are remembered."""
         order = torch.arange(x.shape[1], device=x.device)[None]
         if cache.place(x.shape[1], past=True):
-            out = self._run(x, order - self.first, self._of_prompt(x, order, cache.lengths), cache)
+            mask = None  # plain causal attention is all there is
+            if not self._takes_causal_flag or self._hides(x.shape[1]):
+                seen = self._causal(order)
+                mask = self._additive(self._begun(seen, cache.lengths) if self.first else seen, x)
+            out = self._run(x, order - self.first, mask, cache)
         else:
             seen = order[:, None] <= order[..., None]
             out = self._behind(cache, x, order, self._begun(seen, cache.lengths) if self.first else seen)
         cache.keep(order.expand(len(x), -1), lengths)
         return out
-
-    def _of_prompt(self, x: Tensor, order: Tensor, past: Tensor) -> Tensor | None:
-        """The mask of positions behind nothing; None where plain causal attention is all there is."""
-        if self._takes_causal_flag and not self._hides(x.shape[1]):
-            return None
-        seen = self._causal(order)
-        return self._additive(self._begun(seen, past) if self.first else seen, x)
 
     def over_nodes(self, cache: SlotCache, x: Tensor, depth: int, ancestors: Tensor) -> Tensor:
         """A level of nodes (B, n, H) so many positions behind the last verified one: they are soon forgotten.
@@ -229,29 +227,19 @@ class DecoderLayer(nn.Module):
         return mask.masked_fill_(~seen, torch.finfo(x.dtype).min).unsqueeze(1)
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None = None) -> Tensor:
-        through = self._through_again if self.gradient_checkpointing else self._through
-        return self.norm(through(self.layer, x, positions, mask, cache))
+        return self.norm(self._through(self.layer, x, positions, mask, cache))
 
     def _through(self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
-        """What a layer makes of x."""
+        """What a layer makes of x, computed again in the backward pass where a trainer asks for that."""
         inputs = {"attention_mask": mask, "position_ids": positions, self._cache_argument: cache}
         if self.rotary is not None:
             inputs["position_embeddings"] = self.rotary(x, positions, **self._rotary_kind)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            # a layer of transformers would leave its cache out then
+            layer.apply(lambda part: setattr(part, "gradient_checkpointing", False))
+            layer = functools.partial(checkpoint, layer, use_reentrant=False)  # type: ignore[assignment]
         out = layer(x, **inputs)
         return out[0] if isinstance(out, tuple) else out
-
-    def _through_again(
-        self, layer: nn.Module, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None
-    ) -> Tensor:
-        """What a layer makes of x, computed again in the backward pass where a trainer asks for that.
-
-        A layer of transformers would leave its cache out then.
-        """
-        if not (self.gradient_checkpointing and self.training and torch.is_grad_enabled()):
-            return self._through(layer, x, positions, mask, cache)
-        layer.apply(lambda part: setattr(part, "gradient_checkpointing", False))
-        out: Tensor = checkpoint(self._through, layer, x, positions, mask, cache, use_reentrant=False)
-        return out
 
 
 def final_norm(decoder: nn.Module) -> nn.Module | None:

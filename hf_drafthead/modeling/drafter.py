@@ -42,6 +42,7 @@ class Drafter(nn.Module):
         loaded: the heads were trained already where they were made: what builds them anew has to keep their weights.
         starts_at_anchors: True if `head_states` takes `anchors`, the positions (B, M) at which guesses begin, each of
             which costs a pass of its own: training then samples some of a text.
+        max_depth: the deepest tree level that can be guessed; None if there is no limit.
         lm_head, embed_tokens: projection and embeddings of its own, where it has them; else None.
         draft_tokens: (D,) the base's ids of the tokens that it chooses among; None for all of them.
         base: the base model: a plain reference, so that it is neither saved nor moved with the drafter.
@@ -60,7 +61,7 @@ class Drafter(nn.Module):
 
     def __init__(self, config: DraftHeadConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.max_depth = config, config.max_depth
         size, known_tokens = config.draft_vocab_size, config.known_tokens
         reduced = size and known_tokens and size < known_tokens
         self.register_buffer("draft_tokens", torch.arange(size or 0) if reduced else None)
@@ -71,11 +72,6 @@ class Drafter(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but what was found out by running the base, or gathered from it."""
         return {**self.__dict__, "_output": None, "_rows": VocabularyRows()}
-
-    @property
-    def max_depth(self) -> int | None:
-        """Deepest tree level that can be guessed; None if there is no limit."""
-        return self.config.max_depth
 
     @property
     def choices(self) -> int:
@@ -114,7 +110,7 @@ class Drafter(nn.Module):
                 f"the base was resized from {self.base_tokens} to {now} tokens under heads that guess over the former: "
                 "train heads for it (from_base)"
             )
-        if self._rows.gathered and self.draft_tokens is not None:  # a compiled step reads what was gathered before it
+        if self.draft_tokens is not None and self._rows.gathered:  # a compiled step reads what was gathered before it
             like = next(self.parameters())
             if not like.is_meta:
                 self._rows(self._scored_by(), self.draft_tokens, like)

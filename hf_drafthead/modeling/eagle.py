@@ -90,7 +90,7 @@ class EagleDrafter(Drafter):
         self.body = DecoderLayer(config.own_layer, input_norm=False)
 
     def start(self, batch_size: int, capacity: int) -> EagleState:
-        nothing = self.placed(torch.zeros(batch_size, self.config.own_layer.hidden_size))
+        nothing = self.placed(torch.zeros(batch_size, self.fc.out_features))
         return EagleState(SlotCache(batch_size, self.layers, min(capacity, ROOM)), nothing)
 
     def observe(self, state: EagleState, features: Tensor, tokens: Tensor, lengths: Tensor) -> EagleState:

@@ -178,7 +178,7 @@ class PairLayers(DecoderLayer):
 
     def _run(self, x: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache | None = None) -> Tensor:
         for layer in (self.layer, *self.more):
-            x = self._through_again(layer, x, positions, mask, cache)
+            x = self._through(layer, x, positions, mask, cache)
         return x
 
 

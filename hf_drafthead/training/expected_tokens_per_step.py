@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_drafthead.generation.settings import DEFAULT_TREE
-from hf_drafthead.generation.state import draft_vocabulary
+from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.training.answers import one_text
 from hf_drafthead.trees import rank_paths
@@ -58,8 +58,7 @@ class ExpectedTokensPerStep:
         return answer * len(self), guess * len(self), answer / max(int((lengths - prompts).max()), 1)
 
     def _emitted(self, model: Any, number: int) -> list[int]:
-        vocabulary = draft_vocabulary(model.base, model.drafter)
-        tree = self.tree or DraftTree.resolve(DEFAULT_TREE, model.drafter.max_depth, vocabulary)
+        tree = self.tree or DraftTree.resolve(DEFAULT_TREE, *guessed_among(model))
         texts, prompts, lengths = self._answered(model, number)
         if int((lengths - prompts).max()) < 2:
             return []

@@ -23,7 +23,7 @@ from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.data.rows import without_format
 from hf_drafthead.data.sources import files_of
 from hf_drafthead.generation.settings import DEFAULT_TREE
-from hf_drafthead.generation.state import draft_vocabulary
+from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.adapters import merge_adapters
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
@@ -171,7 +171,7 @@ class _Run:
             few = (settings.recipe == "quick" and self.family != "draft-model") or self.model.config.wants_fewer_tokens
             few = few and "draft_vocab_size" not in self.fields
             self.about["draft_vocab_coverage"] = choose_tokens(self.model, self.data.rows, few, self.say)
-        choices = draft_vocabulary(self.model.base, self.model.drafter)
+        choices = guessed_among(self.model)[1]
         if choices < (least := DraftTree.from_name(DEFAULT_TREE).max_rank + 1):
             raise ValueError(f"the heads choose among {choices} tokens: give a draft_vocab_size of at least {least}.")
         if first and not self.dry_run:

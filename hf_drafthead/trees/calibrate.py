@@ -25,7 +25,7 @@ from transformers import GenerationConfig
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.generation.state import draft_vocabulary
+from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import MAX_NODES, ROOT_ALONE
 from hf_drafthead.trees.costs import ALONE, NodeCosts, Size, StepCosts, trees_of
 from hf_drafthead.trees.entries import key_of_calls, merged
@@ -156,7 +156,7 @@ def count_trees(
             f"the answers to {len(prompts)} prompts are too few: they have {positions} positions to count guesses on, "
             f"expected {LEAST_POSITIONS} in two answers or more; give more prompts, or let the answers be longer."
         )
-    counted = TreeStatistics.of(ranks, max_nodes, min(MOST_RANK, draft_vocabulary(model.base, model.drafter)))
+    counted = TreeStatistics.of(ranks, max_nodes, min(MOST_RANK, guessed_among(model)[1]))
     if counted.steps.keys() == {ALONE}:
         raise ValueError(f"no guess of these heads is right at any of {positions} positions: train them first.")
     return counted
@@ -165,7 +165,7 @@ def count_trees(
 def costs_of_trees(model: Any, counted: TreeStatistics, rows: int, captured: bool) -> NodeCosts:
     """What steps cost in those of the root alone: of a few trees, from which the costs of others follow."""
     paths = counted.paths[max(counted.steps, key=lambda size: counted.fewer_steps(size, rows))]
-    trees = trees_of(paths, draft_vocabulary(model.base, model.drafter), COMPILED_NODES * captured)
+    trees = trees_of(paths, guessed_among(model)[1], COMPILED_NODES * captured)
     execution = Execution.wanted(model, GenerationConfig(cache_implementation="static" if captured else None))
     costs = StepCosts(model, model._base_reader(), key_of_calls(model, rows, captured), execution)
     costs.doubt(0)  # an entry is kept for long

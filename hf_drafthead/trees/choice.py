@@ -17,7 +17,7 @@ from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
-from hf_drafthead.generation.state import draft_vocabulary
+from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import COPIES, ROOT_ALONE, DraftTree, LookupTree, Tree, copies_alone
 from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, trees_of
 from hf_drafthead.trees.entries import Calibrated, CalibrationKey, matching
@@ -57,7 +57,7 @@ def choose(
     key = CalibrationKey.of(model.base, model.drafter if settings.calibration else None, rows, execution.name)
     costs, plan = StepCosts(model, reader, key, execution), named
     if plan is None:
-        limits = model.drafter.max_depth, draft_vocabulary(model.base, model.drafter)
+        limits = guessed_among(model)
         entry = matching(settings.calibration, key)
         if entry is None:
             plan = without_entry(settings, key, limits, costs)
@@ -203,13 +203,14 @@ class Plans:
         self.execution = Execution.wanted(model, self.config)
         self.plans: dict[int, DraftPlan] = {}
         measured = draft_tree in (None, AUTO) and model.drafter.copies is None
-        self.named = None if measured else self.settings.plan(*model._guesses_among())
+        self.named = None if measured else self.settings.plan(*guessed_among(model))
         self.copies = self.config.prompt_lookup_num_tokens or model.drafter.copies or (COPIES if texts else None)
 
     def renew(self, reader: BaseReader) -> None:
-        """Plan for a base that is run in this way."""
+        """Plan for a base that is run in this way; `largest` is the plan with most nodes then."""
         self.reader = reader
         self.plans.clear()
+        self.largest = max((self(rows) for rows in range(1, self.slots + 1)), key=lambda plan: plan.tree.num_nodes)
 
     def __call__(self, rows: int) -> DraftPlan:
         """The plan for so many rows, rounded up to a power of two; of all slots where shapes are fixed."""
@@ -222,8 +223,3 @@ class Plans:
             how |= {"named": self.named, "copies": self.copies}
             self.plans[size] = choose(self.model, self.reader, self.settings, size, self.execution, **how)
         return self.plans[size]
-
-    @property
-    def largest(self) -> DraftPlan:
-        """The plan of the largest tree."""
-        return max((self(rows) for rows in range(1, self.slots + 1)), key=lambda plan: plan.tree.num_nodes)

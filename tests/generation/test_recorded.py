@@ -45,7 +45,7 @@ def recordings(monkeypatch):
         found.append(Recording(function, device))
         return found[-1].replay, found[-1].found
 
-    monkeypatch.setattr(runner, "has_graphs", lambda device: True)
+    monkeypatch.setattr(runner, "HAVE_GRAPHS", ("cpu",))
     monkeypatch.setattr(programs, "record_kernels", record)
     return found
 
@@ -237,7 +237,7 @@ def test_compiled_and_recorded(family, recordings, warnings):
     ids=str,
 )
 def test_how_a_call_runs(call, graphs, name, records, monkeypatch):
-    monkeypatch.setattr(runner, "has_graphs", lambda device: graphs)
+    monkeypatch.setattr(runner, "HAVE_GRAPHS", ("cpu",) * graphs)
     model = FAMILIES[0].build(tiny_base("llama"))
     config, *_ = model._merged_config(None, dict(call))
     execution = runner.Execution.wanted(model, config)

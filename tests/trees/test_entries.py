@@ -57,7 +57,7 @@ def test_a_key_names_the_machine_and_the_execution(model):
 ])  # fmt: skip
 def test_a_call_is_looked_up_as_it_is_run(execution, call, model, monkeypatch, notices):
     """Where there are CUDA graphs a call that asks for nothing is recorded."""
-    monkeypatch.setattr(runner, "has_graphs", lambda device: True)
+    monkeypatch.setattr(runner, "HAVE_GRAPHS", ("cpu",))
     monkeypatch.setattr(runner.Runner, "_first_run", lambda self, name, arguments: getattr(Stages, name)(*arguments))
     key = CalibrationKey.of(model.base, model.drafter, 1, execution)
     others = [entry(key, [[0]], execution=one) for one in entries.EXECUTIONS if one != execution]
