@@ -224,7 +224,7 @@ class BaseReader:
         inputs = {"input_ids": tokens, "attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         inputs |= {"use_cache": True, **(self._more(tokens.shape[1]) if self.more else {})}
         reading = self._read_tree(inputs, cache, topology) if self.mixers and cache.placed else self.read(inputs)
-        return self.output.logits(reading.scores) if self.split else reading.scores, reading.features
+        return self.logits(reading.scores), reading.features
 
     def _read_tree(self, inputs: dict[str, Any], cache: SlotCache, topology: Topology) -> Reading:
         """As `read`, over nodes that layers which keep a state follow by their ancestors, and by no mask."""

@@ -248,10 +248,9 @@ class Batch:
             walk: Walk = runs.walk(state.rows, state.limits, candidates, verified)
             return walk._replace(packed=walk.packed.clone())
         calls = [member for member in self.running if member.error is None]
-        if self.typical or self.device.type != "cpu":
-            at_once = [member for member in calls if member.rules.on_device]
-            if at_once:
-                return self._walk_at_once(at_once, calls, state, candidates, verified.logits)
+        everywhere = self.typical or self.device.type != "cpu"
+        if at_once := [member for member in calls if everywhere and member.rules.on_device]:
+            return self._walk_at_once(at_once, calls, state, candidates, verified.logits)
         walks = self._walk_apart(calls, state, candidates, verified.logits)
         depth = candidates.topology.paths.shape[2] if state.rows.cache.fixed else None
         return Walk.of_rows(walks, depth, self.padding, self.device)

@@ -235,12 +235,7 @@ def _stop_strings_as_criterion(config: CallConfig, stopping_criteria, kwargs: di
 
 
 def prefill(
-    reader: BaseReader,
-    drafter: Any,
-    input_ids: torch.Tensor,
-    rules: Rules,
-    inputs: dict[str, Any],
-    asked: Asked,
+    reader: BaseReader, drafter: Any, input_ids: torch.Tensor, rules: Rules, inputs: dict[str, Any], asked: Asked
 ) -> Member:
     """Run the base over the prompt (B, P), or `inputs_embeds`, let it choose the first root, and show the prompt to the
     drafter. Unsupported where no tree can be verified with these inputs, or where they cannot stand among others."""

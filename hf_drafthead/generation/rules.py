@@ -61,31 +61,23 @@ class Rules:
         # As in transformers: only then do finished rows emit padding; else they go on until all are finished.
         self.pads = any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
         self.pad_token = config._pad_token_tensor.item() if self.pads else 0
-        types_of = {type(criterion) for criterion in self.criteria}
+        kinds, ends = {*map(type, self.processors)}, {*map(type, self.criteria)}
         # the base draws for all rows at once, behind what an object has drawn that it has shown a token of all rows
-        self.drawn_between = self.samples and self.streams
-        self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.processors)
-        self.on_device = (
-            self.scores_only
-            and not (self.keeps_scores or self.keeps_logits or self.drawn_between)
-            and types_of.issubset(CRITERIA_ON_DEVICE)
-            and self.max_length is not None
-        )
+        self.drawn_between, keeps = self.samples and self.streams, self.keeps_scores or self.keeps_logits
+        self.scores_only = kinds.issubset(SCORES_ONLY)
+        at_once = self.scores_only and ends.issubset(CRITERIA_ON_DEVICE) and self.max_length is not None
+        self.on_device = at_once and not (keeps or self.drawn_between)
         self.greedy = self.on_device and not (self.samples or self.processors)
-        self.lockstep = self.batch_size == 1 or not (
-            not self.drawn_between
-            and all(type(processor) in ROW_BY_ROW or hasattr(processor, "for_rows") for processor in self.processors)
-            and types_of.issubset(CRITERIA_ROW_BY_ROW)
-            # what the base says of padding behind the end of a row is asked for as well
-            and not (self.pads and (self.keeps_scores or self.keeps_logits))
-        )
+        others = [each for each in self.processors if type(each) not in ROW_BY_ROW]
+        apart = ends.issubset(CRITERIA_ROW_BY_ROW) and all(hasattr(each, "for_rows") for each in others)
+        # what the base says of padding behind the end of a row is asked for as well
+        self.lockstep = self.batch_size == 1 or self.drawn_between or not apart or (self.pads and keeps)
         # rows that have ended go on for as long as others do, and some of them for longer
-        self.overruns = not (self.pads or self.lockstep or types_of <= {MaxLengthCriteria})
+        self.overruns = not (self.pads or self.lockstep or ends <= {MaxLengthCriteria})
         if self.samples:
             self.random = RandomNumbers() if self.random is NOTHING_DRAWN else self.random
             self.random.sample(self.batch_size, self.device)
-        known = types_of.issubset(CRITERIA_ROW_BY_ROW) and {*map(type, self.processors)}.issubset(ROW_BY_ROW)
-        self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and not known
+        self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and bool(others or not apart)
         self.grammar = Grammar.of(self) if self.processors else None
 
     def choose(
