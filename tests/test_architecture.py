@@ -3,6 +3,7 @@
 import ast
 import inspect
 import sys
+import threading
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 
@@ -209,48 +210,68 @@ def test_no_module_keeps_the_module_object_of_transformers():
     assert keeps == [], "import names from transformers, not the module"
 
 
-def opened(model, **call) -> set:
-    """The code of the package that runs between the fourth draft of a call and the fifth."""
-    codes, drafts, draft = set(), 0, step.Stages.draft
-
-    def counted(*given):
-        nonlocal drafts
-        drafts += 1
-        return draft(*given)
+def opened(call, noted=lambda: True) -> tuple[set, list[int]]:
+    """The code of the package that runs in a call, in all threads, while it is to be noted: files, functions, lines."""
+    codes = set()
 
     def note(frame, event, arg):
         code = frame.f_code
-        if event == "call" and drafts == 4 and code.co_filename.startswith(str(PACKAGE)) and code.co_name[0] != "<":
+        if event == "call" and code.co_filename.startswith(str(PACKAGE)) and code.co_name[0] != "<" and noted():
             codes.add(code)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step.Stages, "draft", counted)
-        sys.setprofile(note)
-        try:
-            model.generate(**call, max_new_tokens=12, eos_token_id=None, draft_tree=[[0], [1], [0, 0]])
-        finally:
-            sys.setprofile(None)
-    assert drafts > 4
-    return codes
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    lines = sum(len(inspect.getsourcelines(code)[0]) for code in codes)
+    return codes, [len({code.co_filename for code in codes}), len(codes), lines]
+
+
+CALL = {"max_new_tokens": 12, "eos_token_id": None, "draft_tree": [[0], [1], [0, 0]]}
+
+
+def built(name):
+    return next(family for family in FAMILIES if family.name == name).build(tiny_base("llama-gqa"))
 
 
 @pytest.mark.parametrize(
-    "name, captured, files, functions, lines",
-    [("medusa", False, 9, 36, 425), ("eagle", True, 10, 46, 500)],
+    "name, captured, most",
+    [("medusa", False, [9, 36, 425]), ("eagle", True, [10, 47, 500])],
     ids=["medusa, eager", "eagle, compiled"],
 )
-def test_what_a_reader_of_one_step_must_open(name, captured, files, functions, lines, monkeypatch):
+def test_what_a_reader_of_one_step_must_open(name, captured, most, monkeypatch):
     monkeypatch.setattr(programs, "compiled", lambda function, config: function)
-    model = next(family for family in FAMILIES if family.name == name).build(tiny_base("llama-gqa"))
+    model, drafts, draft = built(name), [], step.Stages.draft
+    monkeypatch.setattr(step.Stages, "draft", lambda *given: (drafts.append(0), draft(*given))[1])
     call = {"input_ids": torch.arange(3, 9)[None]} | ({"cache_implementation": "static"} if captured else {})
-    codes = opened(model, **call)
-    assert len({code.co_filename for code in codes}) <= files
-    assert len(codes) <= functions
-    assert sum(len(inspect.getsourcelines(code)[0]) for code in codes) <= lines
+    codes, counts = opened(lambda: model.generate(**call, **CALL), lambda: len(drafts) == 4)
+    assert len(drafts) > 4 and all(count <= limit for count, limit in zip(counts, most)), counts
     assert {"draft", "verify", "walk", "commit"} <= {code.co_name for code in codes}
 
 
-@pytest.mark.parametrize("room, files, most", [("generation", 16, 4336), ("bases", 17, 2801)])
+@pytest.mark.parametrize(
+    "shared, most", [(False, [17, 103, 1352]), (True, [24, 154, 1926])], ids=["generate", "manager"]
+)
+def test_what_a_reader_of_a_whole_call_must_open(shared, most):
+    model, ids = built("eagle"), torch.arange(3, 9)[None]
+
+    def request():
+        manager = model.init_continuous_batching(slots=2, draft_tree=CALL["draft_tree"])
+        manager.start()
+        name = manager.add_request(ids[0].tolist(), max_new_tokens=12)
+        assert manager.get_result(name).error is None
+        manager.stop()
+
+    call = request if shared else lambda: model.generate(ids, **CALL)
+    call()
+    counts = opened(call)[1]
+    assert all(count <= limit for count, limit in zip(counts, most)), counts
+
+
+@pytest.mark.parametrize("room, files, most", [("generation", 16, 4313), ("bases", 17, 2796)])
 def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
     sources = [path.read_text() for path in (PACKAGE / room).rglob("*.py")]
     functions = [
@@ -265,12 +286,12 @@ def test_these_rooms_are_few_modules_of_short_functions(room, files, most):
 
 
 ROOMS = [
-    ("trees", 1621),
-    ("evaluation", 1638),
-    ("cli", 1327),
-    ("learning", 414),
+    ("trees", 1617),
+    ("evaluation", 1639),
+    ("cli", 1328),
+    ("learning", 415),
     ("exactness", 888),
-    ("batching", 1157),
+    ("batching", 1151),
 ]
 ROOMS += [("serving", 938), ("cards", 524), ("data", 603), ("page", 202)]
 
