@@ -47,10 +47,6 @@ class PlantedDrafter(Drafter):
         self.attach(inner.base)
         self.train(inner.training)
 
-    @property
-    def max_depth(self) -> int | None:
-        return self.inner.max_depth
-
     def start(self, batch_size: int, capacity: int) -> PlantedState:
         position = torch.zeros(batch_size, dtype=torch.long, device=self.text.device)
         return PlantedState(self.inner.start(batch_size, capacity), position)
