@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -261,22 +261,16 @@ def copy_tokenizer(name: str | None, folder: Path, gguf_file: str | None, hub: M
 
 
 class AsLoaded(NamedTuple):
-    """What a base was: files of it, and by name its tensors; None for one that is compared with a file, and of others
-    their form with the count of writes, and a few values."""
+    """What a base was: the files of the named one, and by name a print of every tensor."""
 
     files: list[str]
-    tensors: dict[str, tuple[Any, Any] | None]
+    prints: dict[str, Any]
 
 
 def fingerprint(base: Any, config: DraftHeadConfig) -> AsLoaded:
     """What a base is, by which it will be found out whether it is still that."""
-    files, stored = _files_of(base, config), set[str]()
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            stored.update(tensors.keys())
-    own = tensors_of(base).items()
-    compared = {name: name in stored and _is_compared(tensor) for name, tensor in own}
-    return AsLoaded(files, {name: None if compared[name] else _print(tensor) for name, tensor in own})
+    prints = {name: _print(tensor) for name, tensor in tensors_of(base).items()}
+    return AsLoaded(_files_of(base, config), prints)
 
 
 def _place_of(config: DraftHeadConfig) -> dict[str, Any]:
@@ -288,7 +282,7 @@ def _place_of(config: DraftHeadConfig) -> dict[str, Any]:
 def _files_of(base: Any, config: DraftHeadConfig) -> list[str]:
     """The safetensors files, here, of the base that a config names; none if this one has another form."""
     with suppress(OSError, ValueError):
-        if quantizer_of(base) is None and config.base_gguf_file is None and not config.base_included:
+        if quantizer_of(base) is None and config.base_gguf_file is None:
             return checkpoint_files(str(config.base_model_name_or_path), _place_of(config))
     return []
 
@@ -296,11 +290,6 @@ def _files_of(base: Any, config: DraftHeadConfig) -> list[str]:
 def tensors_of(base: Any) -> dict[str, Tensor]:
     """The tensors of a base without its adapters, by name; torch.ao's layers list more."""
     return {name: tensor for name, tensor in plain(base).state_dict().items() if isinstance(tensor, Tensor)}
-
-
-def _is_compared(tensor: Any) -> bool:
-    """Whether a tensor is compared with that of its name in a file: an ordinary one of numbers."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() and not tensor.is_meta
 
 
 def _print(tensor: Any) -> tuple[Any, Any]:
@@ -312,11 +301,6 @@ def _print(tensor: Any) -> tuple[Any, Any]:
         return form, None
     flat = local.detach().reshape(-1)
     return form, flat[:: max(1, flat.numel() // SAMPLES)].clone().cpu()
-
-
-def _place_in_memory(tensor: Tensor) -> Any:
-    """What is the same of ordinary tensors that are tied."""
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _same(before: Tensor, now: Tensor) -> bool:
@@ -346,18 +330,15 @@ def change_of_base(
     for parameter, tensor in base.named_parameters():
         if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
             return f"{parameter} is being trained"
-    if (quantizer := quantizer_of(base)) is not None and not quantizer.pre_quantized:
-        return "it was quantized when it was loaded"
-    own = tensors_of(base)
-    if others := sorted(set(own) ^ set(as_loaded.tensors)):
-        return f"{others[0]} came or went"
     if os.path.isdir(name) and not any(file.suffix in WEIGHT_SUFFIXES for file in Path(name).iterdir()):
         return f"there are no weights in {name!r}"
     with suppress(OSError, ValueError):
         fields, _ = PreTrainedConfig.get_config_dict(name, **_place_of(config))
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
-    rest, alike = {**own, **given}, set[Any]()
+    rest, alike = {**tensors_of(base), **given}, set[Any]()
+    if others := sorted(set(rest) ^ set(as_loaded.prints)):
+        return f"{others[0]} came or went"
     for file in filter(os.path.isfile, _files_of(base, config) or as_loaded.files):
         with safe_open(file, framework="pt") as stored:
             for key in filter(lambda key: key in rest and _is_compared(rest[key]), stored.keys()):
@@ -367,10 +348,20 @@ def change_of_base(
     for key, tensor in rest.items():
         if _is_compared(tensor) and _place_in_memory(tensor) in alike:  # an lm_head that is the embeddings
             continue
-        (before, values), (form, now) = as_loaded.tensors.get(key) or (None, None), _print(tensor)
+        (before, values), (form, now) = as_loaded.prints[key], _print(tensor)
         if form != before or not (values is None or now is None or _same(values, now)):
             return f"{key} has another shape, form or other values"
     return None
+
+
+def _is_compared(tensor: Any) -> bool:
+    """Whether a tensor is compared with that of its name in a file: an ordinary one of numbers."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() and not tensor.is_meta
+
+
+def _place_in_memory(tensor: Tensor) -> Any:
+    """What is the same of ordinary tensors that are tied."""
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _other_field(ours: PreTrainedConfig, there: dict[str, Any]) -> str | None:
@@ -390,37 +381,23 @@ def _computed(fields: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
-    """A new folder inside `folder`, whose files take their places there when all are written, config.json last; all
-    that was there is put back if one of them cannot. Then weights go that an earlier save left."""
+    """A new folder inside `folder`, whose files take their places there when all are written, config.json last. Then
+    weights go that an earlier save left."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file: give a folder to save in.")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name, ExitStack() as undo:
-        new = Path(name, "new")
-        new.mkdir()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
+        new = Path(name)
         yield new
         if not is_main_process:
             return
         files = [place.relative_to(new) for place in new.rglob("*") if place.is_file()]
-        files.sort(key=lambda file: (file == Path(CONFIG_NAME), file))
-        for number, file in enumerate(files):
-            target, former = folder / file, Path(name, str(number))
+        for file in sorted(files, key=lambda file: (file == Path(CONFIG_NAME), file)):
             for inner in reversed([folder / part for part in file.parents][:-1]):
                 if inner.is_symlink():  # what it leads to stays as it is
-                    undo.callback(inner.rename(former.with_suffix(".link")).rename, inner)
-                if not inner.exists():
-                    inner.mkdir()
-                    undo.callback(inner.rmdir)
-            if target.exists():
-                with suppress(OSError):  # a file system without links
-                    os.link(target, former)
-                if not former.exists():
-                    shutil.copy2(target, former)
-                undo.callback(os.replace, former, target)
-            else:
-                undo.callback(target.unlink, missing_ok=True)
-            os.replace(new / file, target)
-        undo.pop_all()
+                    inner.unlink()
+                inner.mkdir(exist_ok=True)
+            os.replace(new / file, folder / file)
         for place in {file.parent for file in files if WEIGHTS_FILE.fullmatch(file.name)}:
             _remove_earlier(folder / place, {file.name for file in files if file.parent == place})
         for adapter in folder.glob(f"*/*/{ADAPTER_CONFIG_NAME}"):  # which the base of before had

@@ -82,13 +82,16 @@ def refuse_weights_alone(checkpoint: Path) -> None:
 def keep_settings(output: Path, file: Path, settings: dict[str, Any], begun: bool) -> None:
     """Note in a file what an output depends on, or refuse to go on with one that was begun with something else."""
     before = read_json(file) if begun and file.is_file() else settings
-    for name in dict.fromkeys([*settings, *before]):
+    version = before.get("hf_drafthead", "of before versions were noted")
+    for name in [name for name in dict.fromkeys([*settings, *before]) if name != "hf_drafthead"]:
         if before.get(name) != settings.get(name):
+            same = name in before and name in settings
+            way = "use the same setting" if same else f"go on with hf_drafthead {version}, which began it"
             raise ValueError(
                 f"{str(output)!r} was started with {name}={before.get(name)!r}, but now {name}={settings.get(name)!r}: "
-                "use the same setting, or give another output."
+                f"{way}, or give another output."
             )
-    write_whole(file, json.dumps(settings, indent=2) + "\n")
+    write_whole(file, json.dumps({"hf_drafthead": __version__, **settings}, indent=2) + "\n")
 
 
 @contextmanager
