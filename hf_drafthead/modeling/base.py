@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import logging
 
+from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.modeling.adapters import (
@@ -98,6 +99,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 "tokenizer is saved by its own save_pretrained(folder)."
             )
         folder = Path(save_directory)
+        with refusing(ValueError, "the heads cannot be saved with their base", of=Unsupported):
+            self.drafter.follow_vocabulary()
         change = change_of_base(unwrapped(self.base), self.config, self._as_loaded, _of_base(state_dict), folder)
         beside = change is not None and base_model is None if include_base is None else include_base
         if change is not None and not beside and base_model is None:
@@ -348,17 +351,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         super().set_experts_implementation(*args, **kwargs)
         self.drafter.follow_base()
 
-    def resize_token_embeddings(self, new_num_tokens: int | None = None, **kwargs: Any) -> nn.Module:
-        """Refused unless nothing changes: the heads guess over the vocabulary that they were trained for."""
-        embeddings: Any = self.get_input_embeddings()
-        size = embeddings.weight.shape[0]
-        if kwargs.get("pad_to_multiple_of") is None and new_num_tokens in (None, size):
-            return embeddings
-        raise ValueError(
-            f"the draft heads guess over {size} tokens and cannot be resized: resize the base, then train heads for it "
-            "(from_base)."
-        )
-
 
 def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """What is the base's in the state of a whole model."""
@@ -384,7 +376,7 @@ OF_ADAPTERS += ["get_adapter_state_dict", "enable_peft_hotswap"]
 OF_EMBEDDINGS = [f"{verb}_{side}put_embeddings" for verb in ("get", "set") for side in ("in", "out")]
 for _name in OF_ADAPTERS:
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, DraftHeadPreTrainedModel._adapted_base))
-for _name in (*OF_EMBEDDINGS, "get_decoder"):
+for _name in (*OF_EMBEDDINGS, "get_decoder", "resize_token_embeddings"):
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, lambda model: model.base))
 
 

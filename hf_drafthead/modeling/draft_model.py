@@ -213,6 +213,9 @@ class DraftModelDrafter(Drafter):
         weight, bias = self._rows(self._scored_by(), cast(Tensor, self.draft_tokens), hidden)
         return F.linear(hidden, weight, bias)
 
+    def tables(self) -> list[nn.Embedding]:
+        return []
+
     def _scored_by(self) -> Any:
         return self.model.get_output_embeddings()
 

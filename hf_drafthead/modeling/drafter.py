@@ -81,8 +81,7 @@ class Drafter(nn.Module):
     def attach(self, base: nn.Module) -> None:
         """Read embeddings and lm_head from this base from now on."""
         self.__dict__["base"] = base  # past nn.Module's bookkeeping: not a submodule
-        weight = self.base.get_output_embeddings().weight
-        self.base_tokens = len(weight) if isinstance(weight, Tensor) else self.config.known_tokens
+        self.base_tokens = self.base.config.get_text_config(decoder=True).vocab_size
         self.follow_base()
 
     @property
@@ -104,16 +103,34 @@ class Drafter(nn.Module):
         head = self.output.head
         if not isinstance(head.weight, Tensor):  # torch's quantized layers have a function there
             raise Unsupported(f"the base's lm_head is a {type(head).__name__}, whose weight cannot be read")
-        now = len(head.weight)
-        if now != self.base_tokens:
-            raise Unsupported(
-                f"the base was resized from {self.base_tokens} to {now} tokens under heads that guess over the former: "
-                "train heads for it (from_base)"
-            )
+        self.follow_vocabulary()
         if self.draft_tokens is not None and self._rows.gathered:  # a compiled step reads what was gathered before it
             like = next(self.parameters())
             if not like.is_meta:
                 self._rows(self._scored_by(), self.draft_tokens, like)
+
+    def follow_vocabulary(self) -> None:
+        """Go on guessing among the same tokens where the base has got more of them; Unsupported if that cannot be."""
+        before, now = self.base_tokens, self.base.config.get_text_config(decoder=True).vocab_size
+        if now == before:
+            return
+        if now < before or getattr(self.config, "num_centroids", 0):  # clusters of all tokens
+            raise Unsupported(
+                f"the base was resized from {before} to {now} tokens under heads that guess over the former: train "
+                "heads for it (from_base)"
+            )
+        if self.draft_tokens is None:
+            self.draft_tokens = torch.arange(before, device=next(self.parameters()).device)
+        self.config.draft_vocab_size = len(self.draft_tokens)
+        for table in self.tables():  # new tokens are read as what the others are on average
+            more = table.weight.mean(0, keepdim=True).expand(now - before, -1)
+            table.weight, table.num_embeddings = nn.Parameter(torch.cat([table.weight.detach(), more])), now
+        self.base_tokens = now
+
+    def tables(self) -> list[nn.Embedding]:
+        """Of modules with a row for each of the base's tokens, those of the heads' own."""
+        embeddings = [module for module in self.modules() if isinstance(module, nn.Embedding)]
+        return [module for module in embeddings if module.num_embeddings == self.base_tokens]
 
     def _scored_by(self) -> Any:
         """The output projection of which the rows of the draft vocabulary are used."""

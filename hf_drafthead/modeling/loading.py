@@ -142,17 +142,14 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     def _share_large_projections(cls, config: Any, base: nn.Module) -> None:
         """Let heads share the base's lm_head where their own projections would be large beside the base."""
         with torch.device("meta"):
-            projections = getattr(cls.drafter_class(config), "projections", None)
-        if projections is None:
-            return
+            projections = getattr(cls.drafter_class(config), "projections", nn.Module())
         size, of_base = (sum(parameter.numel() for parameter in module.parameters()) for module in (projections, base))
-        if size < LARGE_PROJECTIONS or 3 * size <= of_base:
-            return
-        config.share_lm_head = True
-        logger.warning(
-            f"The heads share the base's lm_head: projections of their own would have {size:,} parameters, the base "
-            f"has {of_base:,}. share_lm_head=False gives them their own."
-        )
+        if size >= max(LARGE_PROJECTIONS, of_base / 3):
+            config.share_lm_head = True
+            logger.warning(
+                f"The heads share the base's lm_head: projections of their own would have {size:,} parameters, the "
+                f"base has {of_base:,}. share_lm_head=False gives them their own."
+            )
 
     @classmethod
     def _refuse_other_family(cls, config: DraftHeadConfig) -> None:
@@ -332,13 +329,14 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         chosen, the one beside them, or the one that the config names."""
         config, inside, arguments = self.config, hub.get("subfolder"), dict(arguments)
         place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
-        if chosen is None and config.base_included:
-            if revision is not None:
-                raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
-            hub = {**hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
+        beside = chosen is None and config.base_included
+        if beside and revision is not None:
+            raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
+        if beside:
+            chosen, hub = path, {**hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
             arguments["use_safetensors"] = True  # a pickle could run code
-            return load_base(path, hub, arguments, checkpoint=place, config=config)[0]
-        hub = {**hub, "revision": revision, "subfolder": None}
+        else:
+            hub = {**hub, "revision": revision, "subfolder": None}
         if chosen is None:
             chosen = locate_base(config, place)
             hub |= {"revision": revision or config.base_model_revision, "subfolder": config.base_subfolder}
@@ -348,9 +346,10 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 with refusing(ValueError, "base_quantization of config.json cannot be used", advice):
                     arguments["quantization_config"] = AutoQuantizationConfig.from_dict(config.base_quantization)
         base, origin = load_base(chosen, hub, arguments, checkpoint=place, config=config)
-        if not isinstance(chosen, nn.Module) or origin["base_model_name_or_path"] != config.base_model_name_or_path:
-            name_base(config, place, origin)  # a live one has no more than its name
-        config.base_included = False
+        new_name = origin["base_model_name_or_path"] != config.base_model_name_or_path
+        if not beside and (new_name or not isinstance(chosen, nn.Module)):  # a live one has no more than its name
+            name_base(config, place, origin)
+        config.base_included = beside
         return base
 
     def _from_inside(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], arguments: Any) -> Any:

@@ -7,7 +7,7 @@ all runners, and on every base that can verify a path of guesses, those that kee
 
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
 from hf_drafthead.modeling.config import DraftHeadConfig
@@ -43,6 +43,9 @@ class LookupDrafter(Drafter):
     def prepare(self) -> None:
         """There is nothing to prepare: no lm_head is read."""
 
+    def follow_vocabulary(self) -> None:
+        """Any token is copied."""
+
     def start(self, batch_size: int, capacity: int) -> Any:
         return ()
 
@@ -58,8 +61,3 @@ class LookupForCausalLM(DraftHeadPreTrainedModel):
 
     config_class = LookupConfig
     drafter_class = LookupDrafter
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As the base does: no head guesses over its vocabulary."""
-        embeddings: nn.Module = self.base.resize_token_embeddings(*args, **kwargs)
-        return embeddings

@@ -18,7 +18,7 @@ if not FOLDER:
 
 common = load("test_modeling_common")
 
-VOCABULARY = "the heads guess over the vocabulary that they were trained for: resizing it is refused"
+VOCABULARY = "the heads go on guessing over the vocabulary that they were trained for"
 COMPOSITE = "the model holds a base and heads, and has neither a backbone nor an attention of its own"
 READ_ONLY = "labels train the heads, for which the base is read without gradients: nothing of it is checkpointed"
 REASONS = {

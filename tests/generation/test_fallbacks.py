@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, StaticCache
 from transformers.utils import ModelOutput
 
 from hf_drafthead.bases.errors import Unsupported
@@ -272,19 +272,24 @@ def test_a_quantized_base_is_told_what_is_allowed(monkeypatch):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 @pytest.mark.parametrize("tokens", [71, 60])
-def test_a_base_that_was_resized_under_loaded_heads_decodes_by_itself(family, tokens):
-    base = tiny_base("llama-gqa")
-    model = family.build(base)
-    ids = torch.arange(5, 14)[None]
+def test_heads_go_on_where_their_base_got_more_tokens_and_stop_where_it_lost_some(family, tokens, tmp_path):
+    model = family.build(tiny_base("llama-gqa"))
     call = {"do_sample": True, "max_new_tokens": 8, "return_dict_in_generate": True}
-    assert model.generate(ids, **call).accepted_lengths is not None
-    base.resize_token_embeddings(tokens)
-    texts = []
-    for generate in (base.generate, model.generate):
-        torch.manual_seed(0)
-        texts.append(generate(ids, **call).sequences)
-    assert torch.equal(*texts)
-    assert model.why_no_drafts() == (
-        f"the base was resized from 67 to {tokens} tokens under heads that guess over the former: train heads for it "
-        "(from_base)"
-    )
+    assert model.generate(torch.arange(5, 14)[None], **call).accepted_lengths is not None
+    model.resize_token_embeddings(tokens)
+    ids = torch.tensor([[5, 9, min(tokens, 71) - 1]])
+    models = [model]
+    if tokens > 67:
+        model.save_pretrained(tmp_path)
+        models.append(AutoModel.from_pretrained(tmp_path))
+    else:
+        with pytest.raises(ValueError, match="cannot be saved with their base .* resized from 67 to 60 tokens under"):
+            model.save_pretrained(tmp_path)
+    for one in models:
+        texts = []
+        for generate in (model.base.generate, one.generate):
+            torch.manual_seed(0)
+            texts.append(generate(ids, **call))
+        assert torch.equal(texts[0].sequences, texts[1].sequences)
+        assert (texts[1].accepted_lengths is not None) == (tokens > 67)
+        assert bool(one.why_no_drafts()) == (tokens < 67)

@@ -131,14 +131,6 @@ def test_a_base_without_lm_head():
         MedusaForCausalLM.from_base(LlamaModel(tiny_base().config))
 
 
-def test_resizing_the_vocabulary():
-    model = MedusaForCausalLM.from_base(tiny_base(), num_draft_heads=2)
-    assert model.resize_token_embeddings() is model.resize_token_embeddings(67) is model.get_input_embeddings()
-    message = "the draft heads guess over 67 tokens and cannot be resized: resize the base, then train heads for it ..."
-    with refused(ValueError, message):
-        model.resize_token_embeddings(70)
-
-
 def test_a_config_without_a_base():
     message = (
         "MedusaConfig has no base_config: give it the config of the base, or use MedusaForCausalLM.from_base(...)."
