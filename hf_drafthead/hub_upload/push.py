@@ -139,11 +139,6 @@ def _push(
     if config.base_included and base and base != BASE_FOLDER and is_local(base, folder):  # as earlier releases wrote
         config.base_model_name_or_path = base = None
         edit_json(folder / "config.json", base_model_name_or_path=None, base_model_revision=None)
-    draft = getattr(config, "draft_model_name_or_path", None)
-    if draft and is_local(draft, folder) and not config.draft_included:
-        raise ValueError(f"the draft model of these heads is the local path {draft!r}: save it with its heads.")
-    if draft and is_local(draft, folder):  # where the weights that are sent came from
-        edit_json(folder / "config.json", draft_model_name_or_path=None, draft_model_revision=None)
     there = look(target)
     check_destination(there, target, config.base_origin or base)
     contents.check_weights(folder, config)

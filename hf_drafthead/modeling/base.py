@@ -149,8 +149,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         if name != former or stored.base_included:
             name_base(stored, folder, {"base_model_name_or_path": name})
         stored.base_model_name_or_path, stored.base_included = portable(name, folder), beside
-        if hasattr(stored, "draft_model_name_or_path"):
-            stored.draft_model_name_or_path = portable(stored.draft_model_name_or_path, folder)
         return stored
 
     def _save_base(

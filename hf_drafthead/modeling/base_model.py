@@ -288,8 +288,10 @@ def _files_of(base: Any, config: DraftHeadConfig) -> list[str]:
 
 
 def tensors_of(base: Any) -> dict[str, Tensor]:
-    """The tensors of a base without its adapters, by name; torch.ao's layers list more."""
-    return {name: tensor for name, tensor in plain(base).state_dict().items() if isinstance(tensor, Tensor)}
+    """The tensors of a base without its adapters, each by its first name; torch.ao's layers list more."""
+    named = plain(base).state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(named.items())}
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor) and first[id(tensor)] == name}
 
 
 def _print(tensor: Any) -> tuple[Any, Any]:
@@ -336,18 +338,15 @@ def change_of_base(
         fields, _ = PreTrainedConfig.get_config_dict(name, **_place_of(config))
         if (field := _other_field(base.config, fields)) is not None:
             return f"its config has another {field} than in {name!r}"
-    rest, alike = {**tensors_of(base), **given}, set[Any]()
+    rest = {key: given.get(key, tensor).detach() for key, tensor in tensors_of(base).items()}
     if others := sorted(set(rest) ^ set(as_loaded.prints)):
         return f"{others[0]} came or went"
     for file in filter(os.path.isfile, _files_of(base, config) or as_loaded.files):
         with safe_open(file, framework="pt") as stored:
             for key in filter(lambda key: key in rest and _is_compared(rest[key]), stored.keys()):
-                if not _same(stored.get_tensor(key), rest[key].detach()):
+                if not _same(stored.get_tensor(key), rest.pop(key)):
                     return f"{key} has another shape or other values than in {name!r}"
-                alike.add(_place_in_memory(rest.pop(key)))
     for key, tensor in rest.items():
-        if _is_compared(tensor) and _place_in_memory(tensor) in alike:  # an lm_head that is the embeddings
-            continue
         (before, values), (form, now) = as_loaded.prints[key], _print(tensor)
         if form != before or not (values is None or now is None or _same(values, now)):
             return f"{key} has another shape, form or other values"
@@ -357,11 +356,6 @@ def change_of_base(
 def _is_compared(tensor: Any) -> bool:
     """Whether a tensor is compared with that of its name in a file: an ordinary one of numbers."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() and not tensor.is_meta
-
-
-def _place_in_memory(tensor: Tensor) -> Any:
-    """What is the same of ordinary tensors that are tied."""
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _other_field(ours: PreTrainedConfig, there: dict[str, Any]) -> str | None:

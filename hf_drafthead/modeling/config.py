@@ -215,14 +215,10 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Write `config.json`; a model that lies beside the checkpoint is written as a relative path."""
         saved = copy.deepcopy(self)
-        for name in ("base_model_name_or_path", "draft_model_name_or_path"):
-            if hasattr(saved, name):
-                setattr(saved, name, portable(getattr(saved, name), save_directory))
+        saved.base_model_name_or_path = portable(saved.base_model_name_or_path, save_directory)
         if push_to_hub or publisher() is not None:
             if os.path.isabs(base := self.base_model_name_or_path or ""):
                 raise ValueError(f"the config names the local path {base!r}: set base_model_name_or_path = 'org/name'.")
-            if (getattr(saved, "draft_model_name_or_path", None) or "").startswith((os.sep, os.pardir)):
-                saved.draft_model_name_or_path = None  # the checkpoint has its weights
         super(DraftHeadConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
@@ -236,6 +232,8 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         """What `config.json` holds: without local paths in it, and without the quantization of a base, which says that
         itself where it lies."""
         fields = super().to_diff_dict()
+        if (fields.get("draft_model_name_or_path") or "").startswith((os.sep, os.curdir)):
+            del fields["draft_model_name_or_path"]
         for name in self.sub_configs:
             (fields.get(name) or {}).pop("_name_or_path", None)
         for holder in (fields, fields.get("base_config") or {}):

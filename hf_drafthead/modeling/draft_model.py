@@ -54,9 +54,8 @@ class DraftModelConfig(DraftHeadConfig):
 
     Args:
         draft_config: config of the draft model; None: a fresh LLaMA of two layers and the base's other sizes.
-        draft_model_name_or_path: where it comes from; a relative path is looked up in the checkpoint's own folder.
+        draft_model_name_or_path: where it comes from; a checkpoint, which has its weights, says ids of the Hub alone.
         draft_model_revision: its commit, if it came from the Hub.
-        draft_included: False in a checkpoint of earlier releases that only names it.
     """
 
     model_type = "drafthead_draft_model"
@@ -66,7 +65,6 @@ class DraftModelConfig(DraftHeadConfig):
     draft_config: dict[str, Any] | PreTrainedConfig | None = None
     draft_model_name_or_path: str | None = None
     draft_model_revision: str | None = None
-    draft_included: bool = True
 
     @property
     def own_layer(self) -> PreTrainedConfig:
@@ -283,9 +281,14 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
             fields = {"draft_config": loaded.config, "draft_model_name_or_path": full_name(name) if name else None}
         elif draft is not None:
             name = os.fspath(draft)
-            loaded = load_draft(name, draft_revision, fetch)
+            where, advice = (
+                {**fetch, "revision": draft_revision or "main"},
+                "give the id or path of a small causal language model.",
+            )
+            with refusing(OSError, f"the draft model {name!r} cannot be loaded", advice, of=(OSError, ValueError)):
+                loaded = AutoModelForCausalLM.from_pretrained(name, dtype="auto", **where)
             fields = {"draft_config": loaded.config, "draft_model_name_or_path": full_name(name)}
-            fields["draft_model_revision"] = commit_of(name, {**fetch, "revision": draft_revision or "main"})
+            fields["draft_model_revision"] = commit_of(name, where)
         model = super().from_base(base, config=config, **fields, **kwargs)
         if loaded is None:
             for find in ("get_input_embeddings", "get_output_embeddings"):
@@ -301,30 +304,6 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
         except Unsupported as reason:
             raise ValueError(f"{reason}; give another draft model.") from None
         return model
-
-    @classmethod
-    def _stored(cls, path: str, config: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:
-        name = config.draft_model_name_or_path
-        if name and os.path.isdir(beside := os.path.join(path, name)):
-            config.draft_model_name_or_path = name = full_name(beside)
-        if config.draft_included:
-            return super()._stored(path, config, hub)
-        if not name:
-            raise OSError(f"{path!r} neither holds nor names a draft model: save it again.")
-        fetch = {key: hub[key] for key in HUB_ARGUMENTS & set(hub)}
-        draft = load_draft(name, config.draft_model_revision, fetch)
-        tensors = {f"drafter.model.{key}": tensor for key, tensor in draft.state_dict().items()}
-        if config.shared_vocabulary < config.get_text_config().vocab_size:
-            tensors["drafter.draft_tokens"] = torch.arange(config.shared_vocabulary)
-        config.draft_included = True
-        return tensors
-
-
-def load_draft(name: str, revision: str | None, fetch: Mapping[str, Any]) -> Any:
-    """A draft model by its Hub id or path, in the type that it was saved in."""
-    advice = "give the id or path of a small causal language model."
-    with refusing(OSError, f"the draft model {name!r} cannot be loaded", advice, of=(OSError, ValueError)):
-        return AutoModelForCausalLM.from_pretrained(name, dtype="auto", **fetch, revision=revision or "main")
 
 
 def check_token_maps(config: Any, fetch: Mapping[str, Any]) -> None:

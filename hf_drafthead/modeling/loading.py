@@ -294,7 +294,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         hub: Mapping[str, Any],
     ) -> tuple[LoadedModel, dict[str, Tensor]]:
         """The model without a base, and tensors of a base that lie with the heads, as earlier releases wrote them."""
-        tensors = dict(cls._stored(path, config, hub) if tensors is None else tensors)
+        tensors = dict(read_tensors(path, hub) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
         inside = {name: tensors.pop(name) for name in of_base}
         with _building(path), Undrawn():  # memory that nothing is written to
@@ -305,11 +305,6 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model.load_state_dict(there, assign=True)
         model.tie_weights()
         return model.eval(), inside
-
-    @classmethod
-    def _stored(cls, path: str, config: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a checkpoint."""
-        return read_tensors(path, hub)
 
     @classmethod
     def _blank(cls: type[LoadedModel], config: DraftHeadConfig, path: str) -> LoadedModel:

@@ -1,7 +1,6 @@
 """A draft model drafts what it would write itself, wherever it is loaded from, and is refused where it cannot."""
 
 import re
-import shutil
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 from transformers import AutoModel, LlamaConfig, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from hf_drafthead.modeling import DraftModelConfig, DraftModelForCausalLM
-from hf_drafthead.modeling.files import edit_json
 from tests.bases import VOCABULARY, tiny_base
 
 CHAIN = [[0] * depth for depth in range(1, 5)]
@@ -78,18 +76,15 @@ def test_it_drafts_what_it_would_write_itself(base, kind):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_saved_with_its_weights_and_with_the_base_and_was_by_name(base, kind, tmp_path):
+def test_it_is_saved_with_its_weights_and_with_the_base(base, kind, tmp_path):
     draft = tiny_base(kind, seed=5)
     base.save_pretrained(tmp_path / "base")
     draft.save_pretrained(tmp_path / "draft")
     model = DraftModelForCausalLM.from_base(tmp_path / "base", draft=tmp_path / "draft")
     assert torch.equal(model.generate(**PROMPTS, **LONG, draft_tree=TREE), base.generate(**PROMPTS, **LONG))
     model.save_pretrained(tmp_path / "heads")
-    shutil.copytree(tmp_path / "heads", tmp_path / "named")  # as earlier releases wrote it with include_draft=False
-    (tmp_path / "named" / "model.safetensors").unlink()
-    edit_json(tmp_path / "named" / "config.json", draft_included=False)
     model.save_pretrained(tmp_path / "whole", include_base=True)
-    for form in ("named", "heads", "whole"):
+    for form in ("heads", "whole"):
         loaded = AutoModel.from_pretrained(tmp_path / form)
         assert type(loaded) is DraftModelForCausalLM and loaded.config.family == "draft-model"
         assert_same(model, loaded)
