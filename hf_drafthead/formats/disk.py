@@ -1,14 +1,11 @@
 """Checkpoints of other projects on disk.
 
-They are read as tensors, mapped from disk and never run as code; and written tensor by tensor, so that no second copy
-is ever in memory, and all of it or nothing.
+They are read as tensors, mapped from disk and never run as code; and written all or nothing.
 """
 
-import json
 import os
 import pickle
 import re
-import struct
 import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -18,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import extract_commit_hash
 
@@ -166,33 +164,16 @@ def _reason(error: BaseException) -> str:
     return sentence.split(". ")[0].rstrip(".")
 
 
-# The names of the types in the header of a safetensors file.
-TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-TYPES |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
-ALIGNMENT = 8
-
-
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Joined]) -> None:
-    """Write tensors one part after the other; they may be mapped from other files, and may share memory.
-
-    The library's own writer wants every tensor whole and apart from all others, in memory at one time.
-    """
-    parts = {name: tensor.parts if isinstance(tensor, Joined) else (tensor,) for name, tensor in tensors.items()}
-    # Wider types first, as the library orders them: then every tensor begins at a multiple of its type's size.
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in order:
-        offsets = [at, at := at + sum(part.nbytes for part in parts[name])]
-        dtype, shape = TYPES[tensors[name].dtype], list(tensors[name].shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % ALIGNMENT)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(head)) + head)
-        for name in order:
-            for part in parts[name]:
-                file.write(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    """Write tensors, which may be mapped from other files, and share memory: those are written once each."""
+    written: dict[str, Tensor] = {}
+    places = set[int]()
+    for name, tensor in tensors.items():
+        whole = (tensor.tensor() if isinstance(tensor, Joined) else tensor).detach().cpu().contiguous()
+        place = whole.untyped_storage().data_ptr()
+        written[name] = whole.clone() if place in places else whole
+        places.add(place)
+    save_file(written, path, metadata={"format": "pt"})
 
 
 def refuse_existing(folder: str | os.PathLike) -> None:

@@ -9,11 +9,10 @@ from huggingface_hub import HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
 from hf_drafthead.modeling import DraftHeadConfig
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, WEIGHTS, is_local, read_tensors
+from hf_drafthead.modeling.checkpoint import HTTP_ERROR, is_local, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
 from hf_drafthead.modeling.files import in_one_line
-from hf_drafthead.modeling.mtp import modules_counted
 
 # Left here: the state of a training, caches, pickles (which run code when they are opened), what holds keys.
 LEFT = ["optimizer*", "scheduler.*", "rng_state*", "trainer_state.json", "checkpoint-*", "global_step*", "run.json"]
@@ -44,12 +43,7 @@ def sort_files(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse secrets in the files that are sent, and weights that would not be read."""
-    if (folder / INDEX).is_file() and (folder / WEIGHTS).is_file():
-        raise ValueError(
-            f"{str(folder)!r} holds {WEIGHTS} and {INDEX}, and only the first would be read: remove the one that is "
-            "not wanted."
-        )
+    """Refuse secrets in the files that are sent."""
     signed_in = (get_token() or "").encode()
     for name, path in sort_files(folder)[0].items():
         if path.name in VOCABULARIES or path.suffix == ".safetensors" or path.stat().st_size > TEXT_AT_MOST:
@@ -70,7 +64,6 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None, 
     if config.base_included:
         if name == BASE_FOLDER and not (folder / name).is_dir():
             raise ValueError(f"the base of these heads is to lie in {str(folder / name)!r}, which is not there.")
-        _check_modules(config)
         return []
     if not name:
         raise ValueError(f"the heads do not say which base they are for: {WAYS}.")
@@ -87,16 +80,6 @@ def check_base(config: DraftHeadConfig, folder: Path, token: str | bool | None, 
     if info is not None and info.gated:
         notes.append(f"the base {name!r} is gated: users of these heads need access to it")
     return notes
-
-
-def _check_modules(config: DraftHeadConfig) -> None:
-    """Refuse a base that would lose its modules for multi-token prediction: transformers drops them on loading."""
-    counted = modules_counted(config.get_text_config())
-    if counted and config.family != "mtp":
-        raise ValueError(
-            f"the base's config counts {counted} module(s) for multi-token prediction, which the weights of a loaded "
-            "base no longer hold: push the heads alone, or as family 'mtp' with its base, which has them."
-        )
 
 
 def find_base(name: str, revision: str | None, token: str | bool | None) -> tuple[ModelInfo | None, list[str]]:

@@ -4,6 +4,7 @@ import copy
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ from hf_drafthead.modeling.adapters import (
     unwrapped,
 )
 from hf_drafthead.modeling.base_model import change_of_base, name_base, quantizer_of, replacing
-from hf_drafthead.modeling.checkpoint import WEIGHTS, is_local
+from hf_drafthead.modeling.checkpoint import WEIGHTS
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
 from hf_drafthead.modeling.files import refusing
 from hf_drafthead.modeling.loading import PLACE_ARGUMENTS, LoadableModel
@@ -61,7 +62,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     _supports_attention_backend = True
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = False  # each head's loss is a mean over its own labels
-    heads_output: ClassVar[Callable[..., Any] | None] = None  # the loss of a recipe: the package sets it, see there
+    heads_output: ClassVar[Callable[..., Any]]  # the loss of a recipe: the package sets it, see there
 
     def save_pretrained(  # type: ignore[override]
         self,
@@ -174,9 +175,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             with refusing(ValueError, "the base cannot be saved beside its heads", advice, but=OSError):
                 alone.save_pretrained(folder, is_main_process=is_main_process, **shards)
         if stored.base_adapters and is_main_process:
-            of = stored.base_model_name_or_path
-            elsewhere = of is not None and not stored.base_included and not is_local(of, folder.parent)
-            save_adapters(base, folder, of if elsewhere else None, stored.base_model_revision)
+            save_adapters(base, folder)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch; a Trainer that goes on from a checkpoint gets its base back as well, where it was saved."""
@@ -279,8 +278,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         if training_loss is not None:
             return training_loss(self, **kwargs)
         if labels is not None and self.training:
-            if self.heads_output is None:
-                raise ImportError("labels train the heads with hf_drafthead: install it, and import it before loading.")
             others = with_cache(CACHE, {"past_key_values": past_key_values, "cache": cache, **kwargs})
             return self.heads_output(
                 input_ids, labels, attention_mask, position_ids, inputs_embeds=inputs_embeds, **others
@@ -349,6 +346,13 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         super().set_experts_implementation(*args, **kwargs)
         self.drafter.follow_base()
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As in transformers, of the base; the heads go on guessing among the tokens that they know."""
+        embeddings: nn.Module = self.base.resize_token_embeddings(*args, **kwargs)
+        with suppress(Unsupported):  # said where they are asked to guess, or saved
+            self.drafter.follow_vocabulary()
+        return embeddings
+
 
 def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
     """What is the base's in the state of a whole model."""
@@ -374,7 +378,7 @@ OF_ADAPTERS += ["get_adapter_state_dict", "enable_peft_hotswap"]
 OF_EMBEDDINGS = [f"{verb}_{side}put_embeddings" for verb in ("get", "set") for side in ("in", "out")]
 for _name in OF_ADAPTERS:
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, DraftHeadPreTrainedModel._adapted_base))
-for _name in (*OF_EMBEDDINGS, "get_decoder", "resize_token_embeddings"):
+for _name in (*OF_EMBEDDINGS, "get_decoder"):
     setattr(DraftHeadPreTrainedModel, _name, _on_base(_name, lambda model: model.base))
 
 

@@ -129,11 +129,7 @@ def locate_base(config: DraftHeadConfig, checkpoint: str) -> str:
     if not name:
         raise OSError(f"{checkpoint!r} does not say which base it was trained for: {GIVE_BASE}")
     inside = Path(checkpoint) / name
-    if inside.is_dir():
-        return str(inside.resolve())
-    if os.path.isabs(name) or name.startswith("."):
-        raise OSError(f"the base of {checkpoint!r} was not found at {str(inside)!r}: {GIVE_BASE}")
-    return name
+    return str(inside.resolve()) if inside.is_dir() or name.startswith((".", os.sep)) else name
 
 
 def name_base(config: DraftHeadConfig, checkpoint: str | os.PathLike, origin: Mapping[str, Any]) -> None:
@@ -291,7 +287,8 @@ def tensors_of(base: Any) -> dict[str, Tensor]:
     """The tensors of a base without its adapters, each by its first name; torch.ao's layers list more."""
     named = plain(base).state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(named.items())}
-    return {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor) and first[id(tensor)] == name}
+    own = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor) and first[id(tensor)] == name}
+    return {name: tensor.detach() for name, tensor in own.items()}
 
 
 def _print(tensor: Any) -> tuple[Any, Any]:

@@ -16,7 +16,6 @@ from transformers.utils import CONFIG_NAME
 from hf_drafthead.modeling.decoder_layer import has_layers
 from hf_drafthead.modeling.files import MAX_NESTING, is_deep, read_json, refusing, shortened
 from hf_drafthead.modeling.layers import llama_like
-from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import CODE_FILE, NotCopied, code_of, code_references, is_of_the_package
 
 MODEL_TYPE_PREFIX = "drafthead_"  # of every family's model_type
@@ -212,14 +211,11 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
         """Of which model the decoder layers of the heads are; for families that have some."""
         return getattr(self, "layer_config", None) or self.get_text_config()
 
-    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """Write `config.json`; a model that lies beside the checkpoint is written as a relative path."""
         saved = copy.deepcopy(self)
         saved.base_model_name_or_path = portable(saved.base_model_name_or_path, save_directory)
-        if push_to_hub or publisher() is not None:
-            if os.path.isabs(base := self.base_model_name_or_path or ""):
-                raise ValueError(f"the config names the local path {base!r}: set base_model_name_or_path = 'org/name'.")
-        super(DraftHeadConfig, saved).save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        super(DraftHeadConfig, saved).save_pretrained(save_directory, **kwargs)
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True) -> None:
         """As in transformers; beside a `config.json` goes the file that its `auto_map` names."""

@@ -1,10 +1,7 @@
-"""Files of others are refused in one line and cost no more than good ones; nothing in them is executed or unpickled."""
+"""Files of others are refused in one line; nothing in them is executed or unpickled."""
 
 import json
-import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -73,23 +70,6 @@ def test_a_config_that_is_none_is_refused_in_one_line(good, tmp_path, case):
     assert said in refusal(MedusaForCausalLM.from_pretrained, tmp_path)
     code, errors = described_or_refused(tmp_path)
     assert code == 2 and said in errors
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_hostile_checkpoint_takes_no_more_memory_than_a_good_one():
-    def peak(what: str) -> float:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.modeling.hostile", what],
-            cwd=Path(__file__).parent.parent.parent,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            stdout=subprocess.PIPE,
-            check=True,
-            timeout=600,
-        )
-        return float(done.stdout.splitlines()[-1])
-
-    assert peak("cases") <= 1.2 * peak("good")
 
 
 # ---- nothing is executed --------------------------------------------------------------------------------------------
