@@ -98,7 +98,7 @@ def push_model(model: DraftHeadPreTrainedModel, target: Target) -> Push:
     """
     with _staged(target, target.repo_id) as folder, told(target):
         notes = staging.stage_model(model, folder, target)
-        push = _push(folder, target, notes, shown=target.repo_id, model=model)
+        push = _push(folder, target, notes, shown=target.repo_id)
     for note in push.notes:  # who calls push_to_hub gets the commit only
         logger.warning(note)
     return push
@@ -131,7 +131,6 @@ def _push(
     notes: list[str],
     *,
     shown: str,
-    model: DraftHeadPreTrainedModel | None = None,
     dry_run: bool = False,
 ) -> Push:
     config, refused = read_heads_config(str(folder)), list[ValueError]()
@@ -164,12 +163,13 @@ def _push(
     sizes, removed = {name: path.stat().st_size for name, path in files.items()}, _replaced(there.files, files)
     push = Push(there.repo_id, sizes, removed, notes, str(refused[0]) if refused else None)
     if not dry_run:
-        push.commit, push.committed = _send(files, target, there)
+        push.commit = _send(files, removed, target, there)
+        push.committed = there.info is None or push.commit.oid != there.info.sha
     return push
 
 
-def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[CommitInfo, bool]:
-    """One commit with these files, without weights or figures of earlier heads; also returns whether it was made.
+def _send(files: dict[str, Path], removed: list[str], target: Target, there: Destination) -> CommitInfo:
+    """One commit with these files, without weights or figures of earlier heads.
 
     Not `upload_folder`, which makes several commits of a large folder: between them others would find half a model.
     """
@@ -184,12 +184,10 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
             # a user who may only open pull requests cannot create a branch; the commit shows whether it exists
             if not (error.response.status_code == 403 and target.create_pr):
                 raise
-    before = api.model_info(repo_id, revision=target.revision)
-    on_hub = [file.rfilename for file in before.siblings or []]
     operations: list[Any] = [CommitOperationAdd(name, str(path)) for name, path in files.items()]
-    operations += [CommitOperationDelete(name) for name in _replaced(on_hub, files)]
+    operations += map(CommitOperationDelete, removed)
     try:
-        commit = api.create_commit(
+        return api.create_commit(
             repo_id,
             operations,
             commit_message=target.commit_message or "Upload draft heads",
@@ -199,7 +197,6 @@ def _send(files: dict[str, Path], target: Target, there: Destination) -> tuple[C
         )
     except RuntimeError as error:  # huggingface_hub's word for a file that did not get through
         raise ConnectionError(str(error)) from error
-    return commit, commit.oid != before.sha
 
 
 def _replaced(on_hub: Iterable[str], files: dict[str, Path]) -> list[str]:
