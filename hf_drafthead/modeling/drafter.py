@@ -103,7 +103,8 @@ class Drafter(nn.Module):
         head = self.output.head
         if not isinstance(head.weight, Tensor):  # torch's quantized layers have a function there
             raise Unsupported(f"the base's lm_head is a {type(head).__name__}, whose weight cannot be read")
-        self.follow_vocabulary()
+        if self.base.config.get_text_config(decoder=True).vocab_size != self.base_tokens:
+            self.follow_vocabulary()
         if self.draft_tokens is not None and self._rows.gathered:  # a compiled step reads what was gathered before it
             like = next(self.parameters())
             if not like.is_meta:
