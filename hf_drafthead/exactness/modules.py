@@ -18,16 +18,16 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
 from hf_drafthead.bases.mixers import names_in_forward
-from hf_drafthead.bases.releases import WRITES_STATE
+from hf_drafthead.bases.releases import COMPUTES_WITHOUT_KEYS, WRITES_STATE
 from hf_drafthead.exactness import attention
 from hf_drafthead.exactness.products import Inexact, RowByRow, elementwise, product
-from hf_drafthead.exactness.states import EXACT_FORMS, exactly
+from hf_drafthead.exactness.states import FUSED, InDouble, exact_form
 
 PLAIN = "plain_class"  # the attribute of such a class with that of before
 BEFORE = "implementations_before_exact"  # the attribute of a base with its config's attention and experts of before
 BY_ITSELF = (nn.Linear, *{kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})  # is exact
-# functions that are others where a base is exact
-CHANGING = {*EXACT_FORMS, *(function.__name__ for function in RowByRow.ELEMENTWISE)}
+FOLDING = {*COMPUTES_WITHOUT_KEYS, FUSED}  # functions that are others where a base is exact
+CHANGING = {*FOLDING, *(function.__name__ for function in RowByRow.ELEMENTWISE)}
 Make = Callable[[type[nn.Module]], Callable[..., Any]]
 
 
@@ -60,14 +60,15 @@ def row_by_row(plain: type[nn.Module]) -> Callable[..., Any]:
     """A forward in which all products and functions are exact, and those that fold tokens into a state are others."""
     run: Any = plain.forward
     code: Any = inspect.unwrap(run)
-    called = set(EXACT_FORMS) & set(code.__code__.co_names) if inspect.isfunction(code) else ()
-    if called:  # the same code, which finds them by their names
-        names = {**code.__globals__, **{name: exactly(name, code.__globals__[name]) for name in called}}
+    called = set(code.__code__.co_names) if inspect.isfunction(code) else set()
+    if called & FOLDING:  # the same code, which finds them by their names
+        names = code.__globals__ | {name: exact_form(name, code.__globals__[name]) for name in called & FOLDING}
         run = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
         run.__kwdefaults__ = code.__kwdefaults__
+    mode = InDouble if WRITES_STATE in called else RowByRow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with RowByRow():
+        with mode():
             return run(self, *args, **kwargs)
 
     return forward

@@ -18,6 +18,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from hf_drafthead.bases.mixers.short_convolution import convolved
+
 SIZES = (*range(1, 10), 11, 12, 13, 15, 16, 17, 24, 31, 32, 33, 48, 64, 65, 100, 256)  # rows that are tried
 FEW = (1, 2, 3, 4, 7, 8, 16, 32, 64)  # with a weight that is LARGE
 LARGE, LARGEST = 1 << 23, 1 << 28  # numbers in a weight; of one that is LARGEST no other is made
@@ -117,6 +119,12 @@ def elementwise(function: Callable[..., torch.Tensor], inputs: torch.Tensor, *ar
     return torch.cat([function(part, *args, **kwargs) for part in parts])[: inputs.numel()].view(inputs.shape)
 
 
+def convolution(inputs: torch.Tensor, weight: Any, bias: Any = None, padding: int = 0, **_: Any) -> torch.Tensor:
+    """As `torch.conv1d` of each channel by itself, one tap after the other."""
+    windows = functional.pad(inputs, (padding, padding)).unfold(2, weight.shape[-1], 1)
+    return convolved(windows, weight[:, 0], bias, None)
+
+
 class RowByRow(TorchFunctionMode):
     """Within it products are `product`, and functions of which a vector's rest differs are `elementwise`."""
 
@@ -126,6 +134,9 @@ class RowByRow(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is functional.conv1d and kwargs.get("groups") == args[0].shape[1]:
+            with self:  # in which nodes are convolved as well
+                return convolution(*args, **kwargs)
         if function not in self.KNOWN or not args or args[0].dtype == torch.float64:
             return function(*args, **kwargs)
         if function is functional.linear:

@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 NEEDED = ("fastapi", "uvicorn")
@@ -34,7 +33,6 @@ def parser() -> Parser:
     add("--max-queue-size", type=int, default=1024, metavar="N", help="requests that may wait (%(default)s), else 503")
     add("--context", type=int, metavar="N", help="tokens of a prompt and its answer, by default the base's positions")
     add("--chat-template-kwargs", type=json.loads, default={}, metavar="JSON", help="of all chats")
-    add("--lookup-texts", type=Path, metavar="FOLDER", help="copy guesses from the text files of this folder")
     add("--learn", action="store_true", help='let the heads learn from requests that say "store": true')
     add("--lookup-answers", action="store_true", help="copy guesses from answers to other clients, too")
     add("--stop-within", type=float, default=10.0, metavar="SECONDS", help="that running answers have at the end")
@@ -65,7 +63,7 @@ def serve(model: str, arguments: Sequence[str] = (), **settings: Any) -> None:
         arguments: options as on the command line; settings: the same by name, such as `slots=8`.
 
     Raises:
-        OSError: packages for serving are missing, or the model or a text cannot be read.
+        OSError: packages for serving are missing, or the model cannot be read.
         ValueError: an option is unknown, or does not fit.
     """
     if lacking := [name for name in NEEDED if find_spec(name) is None]:

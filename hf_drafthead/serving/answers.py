@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from hf_drafthead.evaluation.calls import as_tokens
 from hf_drafthead.serving.requests import CHAT, COMPLETIONS, RESPONSES, Object, Refused, as_chat, checked, fields
-from hf_drafthead.serving.served import Prompt, Served, StopText, TokenScores, listed
+from hf_drafthead.serving.served import Prompt, Served, TokenScores, listed
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 COLD = 1e-6  # up to this temperature the likeliest token is taken: scores that are divided by less may be infinite
@@ -55,7 +55,8 @@ class Choice:
         if any(penalties) or matcher is not None or call.alternatives is not None:
             self.settings["logits_processor"] = [self.scores]
         if self.stops or call.alternatives is not None:
-            self.settings["stopping_criteria"] = [StopText(self.decode, self.stops, self.scores)]
+            ended = self.scores.ended
+            self.settings["stopping_criteria"] = [lambda ids, *_, **__: ended(ids, self.decode, self.stops)]
 
     def _settings(self, body: Object) -> Object:
         """How the answer is decoded: as the base says, but for what the client asks for."""

@@ -11,17 +11,15 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoProcessor, LogitsProcessor, StoppingCriteria
+from transformers import AutoProcessor, LogitsProcessor
 from transformers.processing_utils import ProcessorMixin
 
-from hf_drafthead.data.texts import read_text
 from hf_drafthead.evaluation.calls import encode, positions_of
 from hf_drafthead.evaluation.loading import load, load_arguments
 from hf_drafthead.serving.requests import Object, Refused
@@ -66,9 +64,8 @@ class Served:
             self.template = get_response_template(self.tokenizer, self.base)
         self.grammar: Any = None
         self.open: set[asyncio.Queue[Any]] = set()  # where results of requests are waited for
-        texts = None if options.lookup_texts is None else texts_of(Path(options.lookup_texts))
         given = {name: getattr(options, name) for name in ("slots", "max_queue_size", "lookup_answers")}
-        self.manager = self.model.init_continuous_batching(**given, lookup_texts=texts, tokenizer=self.decoder)
+        self.manager = self.model.init_continuous_batching(**given)
         if options.learn:
             self.manager.learn(everybody=False)
         self.manager.warmup()
@@ -165,17 +162,6 @@ class Served:
         return matcher
 
 
-def texts_of(folder: Path) -> list[str]:
-    """The text files of a folder, its own folders included."""
-    texts = list[str]()
-    for name in sorted(glob("**", root_dir=folder, recursive=True)):
-        with suppress(ValueError, IsADirectoryError):  # no text
-            texts.append(read_text(folder / name))
-    if not any(texts):
-        raise ValueError(f"--lookup-texts: {str(folder)!r} has no text (UTF-8): name a folder of text files.")
-    return texts
-
-
 def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [] if value is None else [value]
 
@@ -217,19 +203,13 @@ class TokenScores(LogitsProcessor):
         self.matcher.try_consume_tokens(answer[same:])
         self.read = answer
 
-
-class StopText(StoppingCriteria):
-    """Ends an answer, without its prompt, behind a stop string, and notes log probabilities of what was chosen."""
-
-    def __init__(self, decode: Callable[[list[int]], str], stops: list[str], scores: TokenScores):
-        self.decode, self.stops, self.scores = decode, stops, scores
-        self.window = max((len(stop.encode()) for stop in stops), default=0) + MARGIN
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        answers = input_ids[:, self.scores.prompt_length :].tolist()
-        if (alternatives := self.scores.alternatives) is not None:
-            values, tokens = self.scores.newest.topk(alternatives)
+    def ended(self, input_ids: Tensor, decode: Callable[[list[int]], str], stops: list[str]) -> Tensor:
+        """Which answers end behind a stop string, (B,); log probabilities of what was chosen are noted."""
+        answers = input_ids[:, self.prompt_length :].tolist()
+        if self.alternatives is not None:
+            values, tokens = self.newest.topk(self.alternatives)
             best = [*zip(tokens.tolist(), values.clamp(min=LEAST).tolist())]
-            self.scores.noted[len(answers[0]) - 1] = max(float(self.scores.newest[answers[0][-1]]), LEAST), best
-        texts = [self.decode(answer[-self.window :]) for answer in answers]
-        return torch.tensor([any(stop in text for stop in self.stops) for text in texts], device=input_ids.device)
+            self.noted[len(answers[0]) - 1] = max(float(self.newest[answers[0][-1]]), LEAST), best
+        window = max((len(stop.encode()) for stop in stops), default=0) + MARGIN
+        texts = [decode(answer[-window:]) for answer in answers]
+        return torch.tensor([any(stop in text for stop in stops) for text in texts], device=input_ids.device)
