@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_drafthead.bases.mixers import TREE_FORMS, extended
 from hf_drafthead.bases.releases import SCANS, SCANS_ONE
@@ -42,10 +43,12 @@ def scan(plain: Callable[..., Any], inputs: torch.Tensor, *args: Any, **kwargs: 
 
 
 def scan_one(
-    plain: Callable[..., Any], state: Any, inputs: torch.Tensor, dt: Any, A: Any, B: Any, C: Any, *args: Any, **how: Any
-) -> torch.Tensor:
-    """Of a single token, which is folded into its state."""
-    return plain(state, inputs.double(), dt, A, B.double(), C.double(), *args, **how).to(inputs.dtype)  # type: ignore
+    plain: Callable[..., Any], state: Any, inputs: torch.Tensor, dt: Any, A: Any, B: Any, C: Any, *args: Any,
+    z: Any = None, **how: Any,
+) -> torch.Tensor:  # fmt: skip
+    """Of a single token, which is folded into its state; z is a mixer's gate."""
+    outputs = plain(state, inputs.double(), dt, A, B.double(), C.double(), *args, **how).to(inputs.dtype)
+    return outputs if z is None else outputs * nn.functional.silu(z)
 
 
 def exact_form(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

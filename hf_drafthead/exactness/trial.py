@@ -63,7 +63,7 @@ class Comparison:
             output = next(iter(output.values() if isinstance(output, dict) else output))
         if self.differs is not None or not (isinstance(output, torch.Tensor) and output.is_floating_point()):
             return
-        if output.shape[:1] == (self.shape[0] * self.shape[1],):
+        if output.dim() == 2 and len(output) == self.shape[0] * self.shape[1]:
             output = output.unflatten(0, self.shape)
         if output.shape[:2] != self.shape or output.dim() != 3:
             return

@@ -1,5 +1,6 @@
 """Models that are served, and clients of them in this process."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,3 +73,14 @@ def post(client: Any, path: str, status: int = 200, **body: Any) -> Any:
     if status == 200:
         {"completions": Completion, "chat/completions": ChatCompletion, "responses": Response}[path](**answer.json())
     return answer.json()
+
+
+def events(answer: Any) -> list[Any]:
+    """What a stream has said as JSON."""
+    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+
+
+def parts(client: Any, stream: bool, **body: Any) -> list[Any]:
+    """The choice that answers a request for a completion, whole or in the pieces of a stream."""
+    answer = client.post("/v1/completions", json=body | {"stream": stream})
+    return [piece["choices"][0] for piece in (events(answer) if stream else [answer.json()])]

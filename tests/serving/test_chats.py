@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 from hf_drafthead import MedusaForCausalLM
-from tests.serving.conftest import post
+from tests.serving.conftest import events, post
 from tests.serving.running import in_process
 
 CALL = '\n{"name": "add", "arguments": {"a": 1}}\n'
@@ -62,10 +62,6 @@ def caller(tmp_path_factory) -> Iterator[Any]:
     tokenizer.save_pretrained(folder / "heads")
     with in_process(folder / "heads", slots=2) as client:
         yield client
-
-
-def events(answer: Any) -> list[Any]:
-    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
 
 
 def test_thoughts_and_calls_are_taken_out_of_a_chat(caller):

@@ -28,11 +28,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def url(folder) -> Iterator[str]:
     """The address of a running server of the base that writes the alphabet."""
     needed()
-    texts = folder.parent / "texts"
-    texts.mkdir(exist_ok=True)
-    (texts / "alphabet.txt").write_text(LETTERS * 3)
-    (texts / "picture.png").write_bytes(bytes(range(256)))
-    options = ["--lookup-texts", str(texts), "--lookup-answers", "--context", "120000", "--continuous-batching"]
+    options = ["--lookup-answers", "--context", "120000", "--continuous-batching"]
     with running_server(folder, folder.parent / "log", *options) as url:
         yield url
 

@@ -1,7 +1,6 @@
 """What `hf-drafthead serve` refuses before it starts, and which models it serves."""
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -99,7 +98,6 @@ def test_missing_packages_are_named(folder, monkeypatch, missing):
         ("heads", {"slots": 0}, "--slots is 0: expected a number from 1 to 4096."),
         ("heads", ["--stop-within", "nan"], "--stop-within is nan: expected a number from 0 to 86400."),
         ("heads", {"no_such": 2}, "unknown options ['no_such']: see `hf"),
-        ("heads", {"lookup_texts": Path("none")}, "--lookup-texts: 'none' has no text (UTF-8): name a folder"),
         ("nowhere", [], "'...nowhere' is no folder, id or file of weights: give one."),
     ],
 )
