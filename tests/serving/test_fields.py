@@ -188,21 +188,6 @@ def test_a_value_that_does_not_fit_is_refused_by_name(field, value, writer):
     assert error["param"].startswith(field)
 
 
-@pytest.mark.parametrize(
-    "item, missing",
-    [
-        ({"content": "hi"}, "role"),
-        ({"role": "user"}, "content"),
-        ({"type": "function_call_output", "output": "x"}, "call_id"),
-        ({"type": "function_call", "call_id": "x", "arguments": "{}"}, "name"),
-        ({"type": "reasoning", "content": [{"type": "reasoning_text"}]}, "text"),
-    ],
-)
-def test_an_item_that_lacks_a_field_is_refused_by_its_name(item, missing, writer):
-    error = post(writer, "responses", 400, input=[item])["error"]
-    assert error["param"] == "input" and f"'{missing}' is missing" in error["message"]
-
-
 @pytest.mark.parametrize("body", ["", "[]", "{", "3", "[" * 100_000], ids=lambda body: body[:9])
 def test_a_body_that_is_no_request_is_refused(body, writer):
     for path in ("completions", "chat/completions", "responses"):
@@ -210,11 +195,12 @@ def test_a_body_that_is_no_request_is_refused(body, writer):
         assert answer.status_code == 400 and "\n" not in answer.json()["error"]["message"]
 
 
-TURN = '"messages": [{"role": "user", "content": "hi"}]'
+TURN, PART = '"messages": [{"role": "user", "content": "hi"}]', '{"type": "reasoning_text"}'
+CALL = '"type": "function_call", "call_id": "x"'
 
 
 @pytest.mark.parametrize(
-    "path, more, field",
+    "path, more, said",
     [
         ("responses", '"input": "hi", "metadata": {"a": NaN}', "metadata.a"),
         ("responses", '"input": "hi", "instructions": "\\ud800"', "instructions"),
@@ -222,12 +208,20 @@ TURN = '"messages": [{"role": "user", "content": "hi"}]'
         ("completions", '"prompt": "a", "stop": "\\udc00"', "stop"),
         ("completions", '"prompt": "a", "\\ud800": 1', "body"),
         ("chat/completions", f'{TURN}, "chat_template_kwargs": {{"x": [1, "\\ud800"]}}', "chat_template_kwargs.x[1]"),
+        ("responses", '"input": [{"content": "hi"}]', "input: 'role' is missing"),
+        ("responses", '"input": [{"role": "user"}]', "input: 'content' is missing"),
+        ("responses", '"input": [{"type": "function_call_output", "output": "x"}]', "input: 'call_id' is missing"),
+        ("responses", f'"input": [{{{CALL}, "arguments": "{{}}"}}]', "input: 'name' is missing"),
+        ("responses", f'"input": [{{"type": "reasoning", "content": [{PART}]}}]', "input: 'text' is missing"),
+        ("responses", '"input": [{"role": "user", "content": ""}]', "input: it says nothing"),
+        ("responses", '"input": "hi", "text": {"format": {"type": "json_schema"}}', "text.format: it needs"),
     ],
 )
-def test_what_no_text_and_no_answer_can_hold_is_refused_by_name(path, more, field, writer):
-    """A number that is none, and half a character."""
+def test_what_is_missing_or_cannot_be_in_a_text_is_refused_by_name(path, more, said, writer):
+    """A number that is none, half a character, and fields of items by their own names."""
     answer = writer.post(f"/v1/{path}", content=f"{{{more}}}")
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == said.partition(":")[0] and error["message"].startswith(said)
 
 
 def test_usage_says_what_was_drafted(writer):

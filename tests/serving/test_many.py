@@ -8,44 +8,43 @@ import socket
 import struct
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import byte_tokenizer
+from tests.serving.conftest import events, parts
 from tests.serving.running import in_process, needed, running_server
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @pytest.fixture(scope="module")
-def url(folder) -> Iterator[str]:
-    """The address of a running server of the base that writes the alphabet."""
+def client(folder) -> Iterator[httpx.Client]:
+    """One of a running server of the base that writes the alphabet."""
     needed()
     options = ["--lookup-answers", "--context", "120000", "--continuous-batching"]
     with running_server(folder, folder.parent / "log", *options) as url:
-        yield url
+        yield client_of(url)
 
 
-def ask(url: str, stream: bool = False, **body: Any) -> str:
+def client_of(url: str) -> httpx.Client:
+    return httpx.Client(base_url=url, timeout=100)
+
+
+def ask(client: httpx.Client, stream: bool = False, **body: Any) -> str:
     """The text of an answer."""
-    request = urllib.request.Request(f"{url}/v1/completions", data=json.dumps({**body, "stream": stream}).encode())
-    with urllib.request.urlopen(request, timeout=100) as answer:
-        text = answer.read().decode()
-    chunks = [line[6:] for line in text.splitlines() if line.startswith("data: {")] if stream else [text]
-    return "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks)
+    return "".join(part["text"] for part in parts(client, stream, **body))
 
 
-def counts(url: str) -> dict[str, float]:
+def counts(client: httpx.Client) -> dict[str, float]:
     """What the manager counts."""
-    with urllib.request.urlopen(f"{url}/metrics") as said:
-        lines = [line.split() for line in said.read().decode().splitlines() if line[0] != "#"]
+    lines = [line.split() for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
     return {name.removeprefix("hf_drafthead_").removesuffix("_total"): float(value) for name, value in lines}
 
 
@@ -67,29 +66,28 @@ def expected(model: Any, call: dict[str, Any]) -> str:
     )
 
 
-def reset(url: str, body: dict[str, Any], dice: random.Random) -> None:
+def reset(client: httpx.Client, body: dict[str, Any], dice: random.Random) -> None:
     """Ask, and break the connection while it is answered."""
-    host, port = url.removeprefix("http://").split(":")
     data = json.dumps(body).encode()
-    with socket.create_connection((host, int(port))) as place:
+    with socket.create_connection((client.base_url.host, client.base_url.port)) as place:
         place.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(data) + data)
         time.sleep(dice.random() / 5)
         place.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def test_sixty_four_clients_at_once_get_the_answers_of_one_while_others_break_off(url, folder):
+def test_sixty_four_clients_at_once_get_the_answers_of_one_while_others_break_off(client, folder):
     model, dice = AutoModelForCausalLM.from_pretrained(folder), random.Random(0)
     calls = [asked(number) for number in range(64)]
     right = [expected(model, call) for call in calls]
-    before = counts(url)
+    before = counts(client)
     with ThreadPoolExecutor(80) as pool:
-        broken = [pool.submit(reset, url, asked(number) | {"max_tokens": 5000}, dice) for number in range(16)]
-        answers = list(pool.map(lambda call: ask(url, **call), calls))
+        broken = [pool.submit(reset, client, asked(number) | {"max_tokens": 5000}, dice) for number in range(16)]
+        answers = list(pool.map(lambda call: ask(client, **call), calls))
         for one in broken:
             one.result()
     assert answers == right
     for _ in range(600):
-        now = counts(url)
+        now = counts(client)
         if not now["running"] and not now["waiting"]:
             break
         time.sleep(0.05)
@@ -98,20 +96,20 @@ def test_sixty_four_clients_at_once_get_the_answers_of_one_while_others_break_of
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_client_that_goes_away_frees_its_slot_and_is_no_failure(stream, url):
-    before = counts(url)
-    place = http.client.HTTPConnection(url.removeprefix("http://"))
+def test_a_client_that_goes_away_frees_its_slot_and_is_no_failure(stream, client):
+    before = counts(client)
+    place = http.client.HTTPConnection(client.base_url.host, client.base_url.port)
     place.request("POST", "/v1/completions", json.dumps({"prompt": "abc", "max_tokens": 100_000, "stream": stream}))
-    while not counts(url)["running"]:
+    while not counts(client)["running"]:
         time.sleep(0.01)
     place.sock.shutdown(socket.SHUT_RDWR)
     place.close()
     for _ in range(600):
-        if (now := counts(url))["cancelled"] > before["cancelled"]:
+        if (now := counts(client))["cancelled"] > before["cancelled"]:
             break
         time.sleep(0.05)
     assert (now["cancelled"], now["failed"], now["running"]) == (before["cancelled"] + 1, before["failed"], 0)
-    assert ask(url, prompt="abc", max_tokens=4) == "defg"
+    assert ask(client, prompt="abc", max_tokens=4) == "defg"
 
 
 def test_a_request_that_fails_alone_says_so_whole_and_streamed(folder, monkeypatch):
@@ -134,8 +132,7 @@ def test_a_request_that_fails_alone_says_so_whole_and_streamed(folder, monkeypat
             client.post("/v1/completions", json=body | {"stream": True}),
         )
         assert whole.status_code == 500 and 'a "processor" is broken' in whole.json()["error"]["message"]
-        *_, last = [json.loads(line[6:]) for line in streamed.text.splitlines() if line]
-        assert 'a "processor" is broken' in last["error"]["message"] and '"text": "d' in streamed.text
+        assert 'a "processor" is broken' in events(streamed)[-1]["error"]["message"] and '"text": "d' in streamed.text
         response = client.post("/v1/responses", json={"input": "abc", "max_output_tokens": 12, "stream": True}).text
         assert response.split("event: ")[-1].startswith("response.failed\n")
         monkeypatch.undo()
@@ -166,24 +163,19 @@ def test_the_end_of_the_server_is_said_last_and_comes_in_time(folder):
     log, said = folder.parent / "stopped", {}
 
     def listen(stream: bool) -> None:
-        body = json.dumps({"prompt": "abc", "max_tokens": 100_000, "stream": stream}).encode()
-        try:
-            with urllib.request.urlopen(
-                urllib.request.Request(f"{url}/v1/completions", data=body), timeout=60
-            ) as answer:
-                said[stream] = answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            said[stream] = error.code, error.read().decode()
+        body = {"prompt": "abc", "max_tokens": 100_000, "stream": stream}
+        said[stream] = client.post("/v1/completions", json=body)
 
     with running_server(folder, log, "--context", "120000", "--stop-within", "1") as url:
+        client = client_of(url)
         threads = [threading.Thread(target=listen, args=(stream,)) for stream in (False, True)]
         for thread in threads:
             thread.start()
-        while counts(url)["running"] < 2:
+        while counts(client)["running"] < 2:
             time.sleep(0.05)
     for thread in threads:
         thread.join(30)
-    assert said[False][0] == 503 and "this answer is not complete" in said[False][1]
-    last = [line[6:] for line in said[True][1].splitlines() if line][-1]
-    assert said[True][0] == 200 and "this answer is not complete" in json.loads(last)["error"]["message"]
+    assert said[False].status_code == 503 and "this answer is not complete" in said[False].text
+    assert said[True].status_code == 200
+    assert "this answer is not complete" in events(said[True])[-1]["error"]["message"]
     assert "Traceback" not in log.read_text()
