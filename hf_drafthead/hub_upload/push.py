@@ -169,10 +169,7 @@ def _push(
 
 
 def _send(files: dict[str, Path], removed: list[str], target: Target, there: Destination) -> CommitInfo:
-    """One commit with these files, without weights or figures of earlier heads.
-
-    Not `upload_folder`, which makes several commits of a large folder: between them others would find half a model.
-    """
+    """One commit; `upload_folder` makes several of a large folder, between which others would find half a model."""
     api = HfApi(token=target.token)
     repo_id = there.repo_id
     if there.info is None:

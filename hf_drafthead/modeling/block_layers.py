@@ -44,9 +44,6 @@ class BlockLayers(DecoderLayer):
         windows: how far before its first slot a block sees, layer by layer; None for all.
         causal: in which layers a slot sees of the block only itself and those before it.
         per_slot: a window counts from every slot, itself included, and hides what lies as far behind a slot, too.
-
-    Raises:
-        ValueError: the layers have other parts than a LLaMA's.
     """
 
     def __init__(

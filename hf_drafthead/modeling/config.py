@@ -252,13 +252,8 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
             )
 
     def _check_layer(self, asking: str, wanted: bool, same_width: bool = True) -> None:
-        """Refuse decoder layers for the heads that cannot be; the default for a base that has none is a LLaMA layer.
-
-        Args:
-            asking: which fields ask for such layers, with their values, as the message is to say it.
-            wanted: whether they do.
-            same_width: whether they must be as wide as the base.
-        """
+        """Refuse decoder layers for the heads that cannot be, or that the fields that a message calls `asking` do not
+        want; the default for a base that has none is a LLaMA layer."""
         layer_config, layer = getattr(self, "layer_config", None), self.own_layer
         if layer_config is not None and not layer_config.model_type:
             raise ValueError("layer_config has no model_type: give the config of a model, such as a LlamaConfig.")
@@ -320,11 +315,7 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
             )
 
     def _checked_features(self, reader: str, published: list[int], layers: int) -> list[int]:
-        """The feature layers, those published where none are given; refused if the base of so many layers lacks one.
-
-        Args:
-            reader: whose inputs they are, as the message names it.
-        """
+        """The feature layers, those published where none are given; refused if the base of so many layers lacks one."""
         features = getattr(self, "feature_layers", None)
         if features is None:
             return published

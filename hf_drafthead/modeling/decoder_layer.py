@@ -77,14 +77,11 @@ class DecoderLayer(nn.Module):
         rotary: False takes a layer without positions, too.
         first: the first place of the cache that others see, and position 0: for a layer that begins later in a text.
 
-    Attributes:
-        gradient_checkpointing: recompute layers in the backward pass; a Trainer sets it, as for transformers' own.
-
     Raises:
         ValueError: no such layer can be built from this config.
     """
 
-    gradient_checkpointing = False
+    gradient_checkpointing = False  # a Trainer sets it, as for transformers' own
 
     def __init__(
         self,

@@ -307,10 +307,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
 
 
 def check_token_maps(config: Any, fetch: Mapping[str, Any]) -> None:
-    """Compare the tokenizers of a base and a draft model id by id, as far as both have tokens; name what differs.
-
-    Where one of them has no tokenizer at hand, as models built in memory, their vocabularies must be of one size.
-    """
+    """Compare the tokenizers of a base and a draft model id by id, as far as both have tokens; name what differs. Where
+    one of them has no tokenizer at hand, as models built in memory, their vocabularies must be of one size."""
     base, draft = config.base_model_name_or_path, config.draft_model_name_or_path
     ours = _tokens(base, config.base_model_revision, fetch)
     theirs = _tokens(draft, config.draft_model_revision, fetch)

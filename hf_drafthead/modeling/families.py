@@ -137,13 +137,7 @@ def from_base(
 
 
 def fresh_heads(family: str, base: str | os.PathLike | nn.Module, **arguments: Any) -> DraftHeadPreTrainedModel:
-    """Untrained heads of a family on a base (id, path or loaded model), by config fields and arguments of `from_base`.
-
-    Unless `share_lm_head` is given, large projections are shared as in `from_base` without a config.
-
-    Raises:
-        ValueError: no such family, or a field that does not fit.
-    """
+    """Untrained heads of a family; large projections are shared as in `from_base` without a config."""
     entry = find_family(family)
     if getattr(entry.model_class.config_class, "share_lm_head", None) is False:
         arguments = {"share_lm_head": None, **arguments}
