@@ -51,7 +51,7 @@ class Person:
     def __init__(self, folder: Path, seed: int) -> None:
         self.folder, self.choose, self.count = folder, random.Random(seed), 0
         torch.manual_seed(seed)
-        tiny_base("llama-gqa", seed=seed).save_pretrained(folder / "named")
+        tiny_base("llama-gqa", seed=seed, tie_word_embeddings=seed % 3 == 0).save_pretrained(folder / "named")
         self.model = MedusaForCausalLM.from_base(folder / "named").eval()
         self.saved: Path | None = None
 
