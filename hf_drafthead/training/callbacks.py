@@ -13,6 +13,7 @@ from torch import nn
 from transformers import Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback, TrainerCallback
 
+from hf_drafthead.modeling.files import read_json
 from hf_drafthead.training.record import whole_checkpoint, write_whole
 
 LOOKS = 10  # steps between two looks at the loss on a GPU
@@ -24,7 +25,7 @@ class Clock(TrainerCallback):
 
     def __init__(self, file: Path, limit: float | None = None) -> None:
         self.file, self._whole = file, limit
-        kept = json.loads(file.read_text()) if file.is_file() else {}
+        kept = read_json(file) if file.is_file() else {}
         self.seconds, self.before = kept.get("seconds", 0.0), kept.get("before", 0.0)
         self.started: float | None = None
 

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from transformers import TrainerState
 from transformers import __version__ as transformers_version
 from transformers.utils import CONFIG_NAME
 
@@ -131,10 +133,12 @@ def whole_checkpoint(folder: Path) -> Path | None:
     checkpoints = [path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()]
     for checkpoint in sorted(checkpoints, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True):
         try:
-            json.loads((checkpoint / "trainer_state.json").read_text())
+            TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+            read_json(checkpoint / CONFIG_NAME)
             tensors = load_file(checkpoint / "model.safetensors")
         except Exception:  # incomplete or damaged, in whatever way
             continue
-        if all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
+        finite = all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+        if finite and all(map(zipfile.is_zipfile, checkpoint.glob("*.pt*"))):  # which torch has written
             return checkpoint
     return None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import set_seed
 from transformers.trainer_utils import SchedulerType
+from transformers.training_args import OptimizerNames
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import Unsupported
@@ -271,6 +272,8 @@ class _Run:
             "data": self.data.sha256,
             "joint": self.joint,
             **{name: getattr(self.settings, name) for name in ("max_length", "seed")},
+            "optim": OptimizerNames(self.settings.optim).value,
+            "lora_rank": self.settings.lora_rank if self.joint else None,
             "held_out_rows": len(self.data.held_out),
             "chat_template": hashlib.sha256(repr(self.tokenizer.chat_template).encode()).hexdigest(),
         }

@@ -177,9 +177,6 @@ class DraftHeadTrainer(Trainer):
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
 
-    def compare_trainer_and_checkpoint_args(self, training_args: Any, trainer_state: Any) -> None:
-        """Nothing: the Trainer would compare shares of the training with the steps that they were."""
-
     def _accuracies(self) -> Iterable[tuple[str, float]]:
         """Top-1 and top-5 accuracy of each head by the counts (K, RANKS + 1) of an evaluation, over all processes."""
         counts = self.accelerator.reduce(self._counts.to(self.args.device))

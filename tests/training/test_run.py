@@ -219,6 +219,9 @@ def test_what_had_come_to_its_end_is_only_loaded(place, tmp_path, steps_taken):
     for name, tensor in weights(done.model.drafter).items():
         assert torch.equal(weights(again.model.drafter)[name], tensor), name
     assert (tmp_path / "run" / "model.safetensors").is_file()
+    (tmp_path / "run" / "clock.json").write_text('{"seconds": 72')
+    with pytest.raises(OSError, match="clock.json' is not readable JSON"):
+        train(place, tmp_path / "run", "hydra++", resume=True, **settings)
 
 
 def test_going_on_with_something_else_is_refused(place, tmp_path):
@@ -247,6 +250,7 @@ def test_going_on_with_something_else_is_refused(place, tmp_path):
         ({"max_length": 40}, "max_length=128, but now max_length=40"),
         ({"held_out_rows": 4}, "held_out_rows=3, but now held_out_rows=4"),
         ({"seed": 1}, "seed=42, but now seed=1"),
+        ({"optim": "sgd"}, "optim='adamw_torch_fused', but now optim='sgd'"),
         ({"chat_template": CHATML}, "chat_template='[0-9a-f]{64}', but now"),
     ):
         with pytest.raises(ValueError, match=f"run' was started with {line}"):
@@ -297,7 +301,11 @@ def test_what_is_no_number_stops_before_the_weights(of, tmp_path):
     assert all(torch.isfinite(tensor).all() for tensor in weights(model.drafter).values())
 
 
-@pytest.mark.parametrize("damage", ["trainer_state.json", "model.safetensors", "no number"])
+TORN = ["trainer_state.json", "config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"]
+
+
+@pytest.mark.few(7)
+@pytest.mark.parametrize("damage", [*TORN, "no number"])
 def test_a_torn_checkpoint_or_one_of_what_is_no_number_is_passed_over(damage, tmp_path):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32))
     trainer_of(model, tmp_path, max_steps=4, save_strategy="steps", save_steps=2).train()
