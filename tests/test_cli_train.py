@@ -2,11 +2,13 @@
 
 import json
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 
-from hf_drafthead import zoo
+from hf_drafthead import door, zoo
 from hf_drafthead.cli.common import parse_tree, read_template
 from hf_drafthead.cli.train import outcome
 from hf_drafthead.data.chats import Chat
@@ -45,6 +47,30 @@ def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, command):
     said = err.strip().splitlines()[-1]
     assert code == 2 and said.startswith("hf-drafthead: ") and line in said
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_of_others_are_made_ready_once_and_for_one_start_alone(monkeypatch, command):
+    """By the first process of several; another id, into the same output, does not begin with what was made of one."""
+    folders, first = [], []
+
+    @contextmanager
+    def going_first(self):
+        first.append(self)
+        try:
+            yield
+        finally:
+            first.clear()
+
+    def start_from(heads, folder, *others):
+        folders.append((len(first), folder))
+        raise ValueError("enough")
+
+    monkeypatch.setattr(PartialState, "main_process_first", going_first)
+    monkeypatch.setattr(door, "start_from", start_from)
+    for heads in ("org/one", "org/other", "org/one"):
+        assert command("train", "--from", heads, "--output", "out")[0] == 2
+    (one, other, again) = folders
+    assert one == again != other and one[0] == 1
 
 
 def test_the_outcome_says_at_which_temperature_the_tokens_per_step_are_expected():

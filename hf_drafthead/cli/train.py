@@ -1,5 +1,6 @@
 """`hf-drafthead distill`, `vocabulary` and `train`: the base's own text, and what is learned from it."""
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -141,6 +142,7 @@ def train(
     Without --data the base writes the training text itself, into the output folder: questions and answers, or plain
     texts where its tokenizer has no chat template.
     """
+    import torch
     from accelerate import PartialState
     from datasets import disable_progress_bars
 
@@ -153,7 +155,10 @@ def train(
     template = common.read_template(chat_template)
     said, start = common.parse_options(option or []), None
     if heads is not None and (base is None or family is None or recognize(heads).kind != OURS):
-        start = start_from(heads, f"{output_folder}-start", base, said)
+        known_by = hashlib.sha256(repr((heads, base, said)).encode()).hexdigest()[:8]
+        # the others find what the first process has converted
+        with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():
+            start = start_from(heads, f"{output_folder}-start-{known_by}", base, said)
         heads, base, family = start.folder, start.base, family or start.family
     if base is None or family is None:
         raise ValueError("--base and --family are missing: give both, or --from with trained heads.")

@@ -179,6 +179,8 @@ class DraftHeadTrainer(Trainer):
 
     def _accuracies(self) -> Iterable[tuple[str, float]]:
         """Top-1 and top-5 accuracy of each head by the counts (K, RANKS + 1) of an evaluation, over all processes."""
+        if isinstance(self._counts, int):
+            raise ValueError("no held-out row was read: hold out as many as make a batch, or no dataloader_drop_last.")
         counts = self.accelerator.reduce(self._counts.to(self.args.device))
         for head, ranks in enumerate(counts.tolist()):
             total = max(sum(ranks), 1)

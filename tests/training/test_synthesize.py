@@ -352,7 +352,8 @@ def test_what_writing_takes_of_the_hours_is_not_trained(base, tokenizer, tmp_pat
         checkpoint = tmp_path / "heads" / "checkpoint-4"
         checkpoint.mkdir(exist_ok=True)
         save_file({"w": torch.zeros(1)}, checkpoint / "model.safetensors")
-        (checkpoint / "trainer_state.json").write_text("{}")
+        for name in ("trainer_state.json", "config.json"):
+            (checkpoint / name).write_text("{}")
     assert left == [0.5, 0.5]
 
 

@@ -128,6 +128,12 @@ def test_an_evaluation_tells_each_heads_accuracy(tmp_path):
             assert metrics[f"eval_head{head}_top5"] == pytest.approx((ranks[:5].sum() / ranks.sum()).item())
 
 
+def test_an_evaluation_of_nothing_is_refused(tmp_path):
+    trainer = trainer_of(FAMILIES[0].build(tiny_base(dtype=torch.float32)), tmp_path, dataloader_drop_last=True)
+    with pytest.raises(ValueError, match="no held-out row was read: hold out as many as make a batch"):
+        trainer.evaluate()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
