@@ -207,6 +207,8 @@ class Start:
                 written = export_checkpoint(trained, folder, target)
             except ValueError as error:
                 why = str(error)
+            except OSError as error:  # such as a folder of an earlier training, which nothing else takes the place of
+                return f"not written back: {error}"
             else:
                 done = f"in the layout that they were found in (--to {target}): {folder}"
                 return "\n".join([done, *(f"note: {note}" for note in written.notes)])

@@ -152,9 +152,7 @@ def test_demo_ends_with_1_if_an_output_differs(tiny_zoo, command, monkeypatch):
 
 
 BAD_MODELS = {
-    "no owner": ("nowhere", "'nowhere' holds no config.json and no weights (We couldn't connect to"),
     "no folder": ("nowhere/at/all", "'nowhere/at/all' is no folder, id or file of weights: give one."),
-    "a file": ("{folder}/base/config.json", "/base/config.json' is no folder, id or file of weights: give one."),
     "not on the Hub": ("org/none", "'org/none' holds no config.json and no weights (We couldn't connect to"),
     "empty folder": ("{folder}/empty", "/empty' holds no config.json and no weights ("),
     "unknown family": ("{folder}/owl", "/owl' holds 'drafthead_owl' heads, expected drafthead_amphista or "),
@@ -194,13 +192,11 @@ def test_a_bad_model_is_refused_in_one_line(bad, command, words, name, text):
     [
         ("no_such_tree", "draft_tree 'no_such_tree' is no published tree: expected one of eagle_mc_sim_7b_63, "),
         ("[[0], [1, 0]]", "node (1, 0) has no parent: add (1,) to the tree, or drop every node that starts with (1,)."),
-        ("[[0], [0]]", "node (0,) is in the tree 2 times: keep it once."),
         ("[[0], [0", "is not JSON ("),
         ('{"dynamic": {"nodes": 32}', "is not JSON ("),
         ("no_such_file.json", "there is no tree file 'no_such_file.json': give a file of rank paths such as"),
         ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "but the model has 3 draft heads: drop every path longer than 3."),
         ("[[0], [300]]", "with rank 300, but a vocabulary of 259 tokens has ranks 0 to 258"),
-        ('[["a"]]', "holds something other than integers: expected rank paths"),
     ],
 )
 def test_a_bad_tree_is_refused_in_one_line(folder, command, tree, text):

@@ -73,12 +73,9 @@ def test_chats_are_answered_with_the_template_that_was_given(folder, run, tmp_pa
 
 BAD = {
     "model": (["nowhere/at/all"], {}, "'nowhere/at/all'"),
-    "data": (["{folder}/base"], {"--data": "./nowhere.json"}, "there is no data at './nowhere.json': give a .json"),
     "output": (["{folder}/base"], {"--output": "no/such/x"}, "--output 'no/such/x' lies in 'no/such', which"),
     "foreign": (["{folder}/base"], {"--output": "{folder}/texts.jsonl"}, "texts.jsonl' exists and was not written by "),
-    "json": (["{folder}/base"], {"--json": "."}, "--json '.' is a folder: give the path of a file"),
     "top-p": (["{folder}/base"], {"--top-p": "2"}, "top_p is 2.0: expected a number above 0, at most 1."),
-    "temperature": (["{folder}/base"], {"--temperature": "-1"}, "Invalid value for '--temperature': "),
     "length": (["{folder}/base"], {"--max-length": "500"}, "max_length is 500, but the base has 128 positions: give"),
     "template": (["{folder}/base"], {"--chat-template": "x"}, "there is no chat template 'x': give a Jinja"),
     "no model": ([], {}, "no model is named: give MODEL, or --endpoint URL --model NAME."),

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -52,13 +51,8 @@ def run(command, monkeypatch):
     return call
 
 
-@pytest.mark.slow
 def test_the_version_is_told(run):
-    assert hf_drafthead.__version__ == metadata.version("hf-drafthead")
-    assert run("--version") == (0, f"hf-drafthead {hf_drafthead.__version__}\n", "")
-    command = [sys.executable, "-m", "hf_drafthead", "--version"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.stdout == f"hf-drafthead {hf_drafthead.__version__}\n"
+    assert run("--version") == (0, f"hf-drafthead {metadata.version('hf-drafthead')}\n", "")
 
 
 @pytest.mark.parametrize("words", [["-h"], ["--help"], [], ["generate", "-h"], ["serve", "-h"]], ids=" ".join)
@@ -226,23 +220,6 @@ def test_a_conversation_that_is_full_says_so_and_goes_on(folder, run):
     code, out, err = run("chat", folder / "hydra", "--max-new-tokens", 3, given="x" * 130 + "\ny")
     assert code == 0 and out.endswith("> y\ncde\n")
     assert "tokens, which leaves no room in the base's 128 positions: begin a new one." in err
-
-
-def test_a_conversation_needs_a_template(folder, run):
-    code, _, err = run("chat", folder / "medusa", given="x")
-    assert code == 2 and "has no chat template: give one with --chat-template FILE, or texts to" in err
-
-
-@pytest.mark.parametrize("kind", ["bench", "verify"])
-def test_measurements_take_another_base_and_type(folder, run, tmp_path, kind):
-    (tmp_path / "one.jsonl").write_text('{"prompt": "ab"}\n')
-    file = tmp_path / "figures.json"
-    option = "--questions" if kind == "bench" else "--prompts"
-    words = ["--base-model", folder / "base", "--dtype", "float64", "--device", "cpu", "--max-new-tokens", 4]
-    code, _, err = run(kind, folder / "medusa", option, tmp_path / "one.jsonl", *words, "--json", file)
-    assert code == 0, err
-    figures = json.loads(file.read_text())
-    assert (figures["dtype"], figures["device"], figures["base"]) == ("float64", "cpu", str(folder / "base"))
 
 
 def test_info_tries_on_the_base_whether_the_heads_draft(folder, run, tmp_path):

@@ -2,8 +2,8 @@
 
 import json
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from accelerate import PartialState
@@ -51,26 +51,19 @@ def test_bad_input_is_one_line(changed, line, tmp_path, monkeypatch, command):
 
 def test_heads_of_others_are_made_ready_once_and_for_one_start_alone(monkeypatch, command):
     """By the first process of several; another id, into the same output, does not begin with what was made of one."""
-    folders, first = [], []
-
-    @contextmanager
-    def going_first(self):
-        first.append(self)
-        try:
-            yield
-        finally:
-            first.clear()
+    first, folders = MagicMock(), []
 
     def start_from(heads, folder, *others):
-        folders.append((len(first), folder))
+        folders.append((folder, first.__enter__.call_count - first.__exit__.call_count))
         raise ValueError("enough")
 
-    monkeypatch.setattr(PartialState, "main_process_first", going_first)
+    monkeypatch.setattr(PartialState, "main_process_first", lambda self: first)
     monkeypatch.setattr(door, "start_from", start_from)
+    first.__exit__.return_value = False
     for heads in ("org/one", "org/other", "org/one"):
         assert command("train", "--from", heads, "--output", "out")[0] == 2
-    (one, other, again) = folders
-    assert one == again != other and one[0] == 1
+    one, other, again = folders
+    assert one == again != other and one[1] == 1
 
 
 def test_the_outcome_says_at_which_temperature_the_tokens_per_step_are_expected():

@@ -370,6 +370,8 @@ def test_published_heads_are_trained_further_and_written_back(name, target, base
     for key, tensor in model.drafter.state_dict().items():
         assert torch.equal(again.drafter.state_dict()[key], tensor), key
     assert start_from(str(folder), str(tmp_path / "new-start"), str(base)) == start  # as a second run finds it
+    why = start.write_back(tmp_path / "new")  # beside what an earlier training wrote
+    assert why.startswith("not written back: ") and "exists: give a folder that does not" in why
     with pytest.raises(ValueError, match="is a base .* without modules of its own: give --base and --family"):
         start_from(str(base), str(tmp_path / "other"))
 

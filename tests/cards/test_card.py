@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_drafthead import zoo
 from hf_drafthead.cards import missing, write_card
-from hf_drafthead.cards.facts import read_facts
+from hf_drafthead.cards.facts import check_folder, read_facts
 from hf_drafthead.evaluation.questions import UNCATEGORISED
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling import families as table
@@ -196,19 +196,16 @@ def exactness_of(folder: Path) -> str:
     return card_of(folder).text.partition("### Exactness")[2].partition("## Training")[0].strip()
 
 
-GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
-
-
 FAULT = "**The output differed from the base's own, although it should be identical: {}.**"
-ROUNDING = {"texts": 40, "rounding": 1, "faults": 0}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_difference_is_told_by_its_run(heads, dtype):
+    sampled = {"do_sample": True, "temperature": 0.7}
     put(
         heads,
         "evaluation.json",
-        [run(dtype=dtype, identical=False, settings=SAMPLED), run(dtype="float32", batch_size=8)],
+        [run(dtype=dtype, identical=False, settings=sampled), run(dtype="float32", batch_size=8)],
     )
     differed = FAULT.format(f"NVIDIA A100, {dtype}, batch size 1, temperature 0.7")
     same = "The same as the base's own, token by token: NVIDIA A100, float32, batch size 8."
@@ -480,6 +477,8 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
             OSError, match="is no draft-head checkpoint .there is no config.json, or it is empty.: give the folder of"
         ):
             what(tmp_path)
+    with pytest.raises(OSError, match="there is no folder 'org/heads': give"):
+        check_folder(Path("org/heads"))
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(OSError, match="save the model there again"):

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from datasets import Dataset
 
 from hf_drafthead.evaluation.calls import encode_all
 from hf_drafthead.evaluation.questions import UNCATEGORISED, Question, read_questions, text_of
@@ -63,30 +62,15 @@ def test_chats_and_texts_are_asked_as_distillation_asks_them(tmp_path):
         assert text_of(tokenizer, found[0], []) == "<s>[user] Be brief.\n\nHi\n[assistant] "
 
 
-def test_a_data_set_is_read_by_name(tmp_path):
-    rows = Dataset.from_list([{"prompt": ["a", "b"], "category": "x", "reference": None}])
-    (tmp_path / "set").mkdir()
-    rows.to_parquet(tmp_path / "set" / "train.parquet")
-    expected = [Question(("a", "b"), "x", chat=True)]
-    assert read_questions(str(tmp_path / "set")) == read_questions(str(tmp_path / "set"), "train") == expected
-    with pytest.raises(ValueError, match="has no split 'test': choose one of train with --split"):
-        read_questions(str(tmp_path / "set"), "test")
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
         ("", "holds no prompt: write one"),
         ('{"prompt": "a"}\n{"prompt": ', "line 2 is not JSON (Expecting value): write one object per line, or"),
         ('{"prompt": "a"}\n{"prompt": ""}', 'line 2 is {"prompt": ""}, a prompt that is empty: give the text'),
-        (
-            '{"turns": ["a", " "]}',
-            'line 1 is {"turns": ["a", " "]}, a chat that cannot be asked: one of its',
-        ),
+        ('{"turns": ["a", " "]}', 'line 1 is {"turns": ["a", " "]}, a chat that cannot be asked: one of its'),
         ('{"question": "a"}', 'line 1 is {"question": "a"}: expected a chat as {"messages": ['),
         ('["a"]', 'row 0 is "a": expected a chat as'),
-        ('{"turns": []}', 'line 1 is {"turns": []}: expected a chat as {"messages": ['),
-        ('{"turns": "a"}', 'line 1 is {"turns": "a"}: expected a chat as {"messages": ['),
         ('{"turns": ["a", 3]}', 'line 1 is {"turns": ["a", 3]}: expected a chat as {"messages": ['),
     ],
 )
@@ -96,20 +80,6 @@ def test_a_row_of_no_known_form_is_named(tmp_path, text, message):
     with pytest.raises(ValueError) as refused:
         read_questions(file)
     assert message in str(refused.value)
-
-
-def test_what_is_not_there_is_refused():
-    with pytest.raises(OSError, match="there is no data at 'nowhere.jsonl': give a .json, .jsonl or .txt file"):
-        read_questions("nowhere.jsonl")
-
-
-def test_a_later_turn_is_asked_after_the_model_s_own_answers():
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    question = Question(("Write.", "Again."), chat=True)
-    assert text_of(tokenizer, question, []) == "<s>[user] Write.\n[assistant] "
-    assert text_of(tokenizer, question, ["so"]) == "<s>[user] Write.\n[assistant] so\n[user] Again.\n[assistant] "
-    assert text_of(tokenizer, Question(("def f",)), []) == "def f"
 
 
 def test_a_conversation_without_a_template_is_refused():

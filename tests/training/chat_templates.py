@@ -52,6 +52,12 @@ THINKING_PROMPT = (  # the generation prompt holds more than the answers of the 
     "{{ '<|im_end|>' + m['content'] + eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_end|><think>\n' }}{% endif %}"
 )
+TOOL_TEMPLATE = (  # which knows tools, and leaves earlier thoughts out
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
+    "{% if m.reasoning_content and loop.last %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m['content'] }}{% for call in m.tool_calls %}{{ '<call>' + call.function | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 WITHOUT_END = (
     "{% for m in messages %}{{ m['role'] | capitalize + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"

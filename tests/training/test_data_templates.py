@@ -49,13 +49,6 @@ def test_labels_are_the_tokens_of_the_answers_and_their_ends(name, kind, turns):
     assert labels == expected_labels(tokenizer, ids, text, style.said(ANSWERS[:turns]))
 
 
-@pytest.mark.parametrize("name", STYLES)
-def test_spans_hold_what_the_assistant_says(name):
-    style = STYLES[name]
-    text, spans = ChatEncoder(tokenizer_with(style.template)).spans(chat())
-    assert [text[begin:end] for begin, end in spans] == style.said(ANSWERS)
-
-
 @pytest.mark.parametrize("name", ["vicuna", "chatml", "stripping", "end at the end"])
 def test_an_answer_that_was_broken_off_has_no_end_of_turn(name):
     style = STYLES[name]

@@ -18,7 +18,7 @@ from hf_drafthead.training.data import tokenize_rows
 from hf_drafthead.training.distill import distill
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 from tests.serving.running import needed, running_server
-from tests.training.chat_templates import CHATML, tokenizer_with
+from tests.training.chat_templates import CHATML, TOOL_TEMPLATE, tokenizer_with
 
 CHATS = [{"messages": [{"role": "user", "content": words}]} for words in "abcdefghij"]
 TURNS = [{"turns": ["a", "x"]}, {"turns": ["m", "n", "o"]}]
@@ -325,13 +325,7 @@ def test_a_served_model_answers_as_it_does_in_this_process(tmp_path, command):
     assert report.kept == len(here) == 14
 
 
-# the template of a base that thinks, and knows tools
-THINKING_WITH_TOOLS = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m['content'] }}"
-    "{% for call in m.tool_calls %}{{ '<call>' + call.function | tojson + '</call>' }}{% endfor %}{{ '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+THINKING_WITH_TOOLS = TOOL_TEMPLATE.replace(" and loop.last", "")  # which shows earlier thoughts too
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 SAID = [
     {"content": "Four.", "reasoning_content": "Two and two."},
@@ -363,7 +357,7 @@ def test_thoughts_and_calls_are_kept_and_what_is_no_answer_is_refused(tmp_path, 
     assert learnt == [
         "<think>Two and two.</think>Four.<|im_end|>",
         "<think>Three and three.</think>Six.<|im_end|>",
-        '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>',
+        '<call>{"name": "add", "arguments": {"a": 2}}<|im_end|>',
     ]
     assert all(tokenizer.decode(row["input_ids"]).startswith('[{"type": "function"') for row in rows)
     assert not trained.mapped and not trained.refused

@@ -251,6 +251,10 @@ def test_a_training_without_data_loads_the_base_once(base, tokenizer, tmp_path, 
     tokenizer.save_pretrained(tmp_path / "base")
     loads, load = [], loading.load_base
     monkeypatch.setattr(loading, "load_base", lambda *given, **how: (loads.append(given), load(*given, **how))[1])
+    code, out, err = train(command, tmp_path / "base", tmp_path / "runs" / "heads", "--dry-run", "--synthesize", 40)
+    assert code == 0, err  # and writes nothing
+    assert "the base would write chats first: 40 rows of 256 tokens are assumed" in out and "36 rows" in out
+    assert not (tmp_path / "runs").exists() and loads.pop()
     code, _, err = train(command, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--data", "x")
     assert code == 2 and "a number of chats (--synthesize) is for a training without data" in err
     code, out, err = train(command, tmp_path / "base", tmp_path / "heads", "--synthesize", 24, "--set", "max_steps=2")
@@ -258,15 +262,6 @@ def test_a_training_without_data_loads_the_base_once(base, tokenizer, tmp_path, 
     assert "24 rows written: " in out and "the heads are in" in out and len(loads) == 1
     summary = json.loads((tmp_path / "heads" / "training_summary.json").read_text())
     assert len(read(tmp_path / "heads" / "own.jsonl")) == 24 and summary["data"].endswith("own.jsonl")
-
-
-def test_a_dry_run_without_data_writes_nothing(base, tokenizer, tmp_path, command):
-    base.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    code, out, err = train(command, tmp_path / "base", tmp_path / "runs" / "heads", "--dry-run", "--synthesize", 40)
-    assert code == 0, err
-    assert "the base would write chats first: 40 rows of 256 tokens are assumed" in out and "36 rows" in out
-    assert not (tmp_path / "runs").exists()
 
 
 def test_what_a_base_cannot_write_is_said_before_it_is_loaded(tokenizer, tmp_path, command):
