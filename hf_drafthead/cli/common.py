@@ -299,12 +299,8 @@ def bar(total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
     yield begin
 
 
-def coloured(piece: str, depth: int) -> Text:
-    """A piece of text in the colour of the depth at which it was accepted, below 0 that of copies."""
-    return Text(piece, style=colour_of(depth))
-
-
 def colour_of(depth: int) -> str:
+    """The style of text by the depth at which it was accepted, below 0 that of copies."""
     return COPY_COLOUR if depth < 0 else COLOURS[(depth - 1) % len(COLOURS)] if depth else ""
 
 

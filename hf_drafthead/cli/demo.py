@@ -61,7 +61,7 @@ def demo(
     what = f"answers {shown.text!r}" if shown.chat else f"continues {shown.text.splitlines()[-1].strip()!r}"
     console.print(Text(f"\n{best} {what}", style="bold"))
     pieces = samples[best].pieces
-    console.print(Text.assemble(*(common.coloured(piece, depth) for piece, depth in pieces)), soft_wrap=True)
+    console.print(Text.assemble(*((piece, common.colour_of(depth)) for piece, depth in pieces)), soft_wrap=True)
     console.print(common.legend(pieces))
     console.print(f"{samples[best].tokens_per_step or 1.0:.2f} tokens per step\n")
     measurements = []

@@ -68,7 +68,7 @@ def generate(
 
     def show(piece: str, depth: int) -> None:
         if color:
-            console.print(common.coloured(piece, depth), end="", soft_wrap=True)
+            console.print(Text(piece, style=common.colour_of(depth)), end="", soft_wrap=True)
         else:
             print(piece, end="", flush=True)  # not through the console, which would expand tabs
 
@@ -105,7 +105,7 @@ def run_chat(
     console = common.output()
 
     def show(piece: str, depth: int) -> None:
-        console.print(common.coloured(piece, depth if color else 0), end="", soft_wrap=True)
+        console.print(Text(piece, style=common.colour_of(depth if color else 0)), end="", soft_wrap=True)
 
     if sys.stdin.isatty():
         console.print("/clear starts a new conversation, /exit or Ctrl-D ends.", style="dim")

@@ -47,7 +47,10 @@ def load_arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `load` for the options of a command; a ValueError where there is no such type, or device
     here. Without a device: all GPUs, or the CPU where there is no GPU."""
-    check_device(device)
+    try:
+        torch.empty(0, device=None if device == "auto" else device)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise ValueError(f"--device {device!r} cannot be used ({one_line(error)}): give another, or none.") from None
     place = device or ("auto" if torch.cuda.is_available() else None)
     arguments: dict[str, Any] = {"dtype": floating_type(dtype), "base_model": base_model}
     arguments["device_map"] = None if place in (None, "cpu") else "auto" if place == "auto" else {"": place}
@@ -61,14 +64,6 @@ def floating_type(name: str) -> Any:
     if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
         raise ValueError(f"--dtype {name!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
     return wanted
-
-
-def check_device(name: str | None) -> None:
-    """Raise a ValueError for a device that torch does not know, or that is not here."""
-    try:
-        torch.empty(0, device=None if name == "auto" else name)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
-        raise ValueError(f"--device {name!r} cannot be used ({one_line(error)}): give another, or none.") from None
 
 
 def summarize(name: str) -> dict[str, Any]:

@@ -112,10 +112,9 @@ def save_whole(
     model: DraftHeadPreTrainedModel, tokenizer: Any, output: Path, state_dict: dict[str, torch.Tensor] | None = None
 ) -> None:
     """Save heads, and a trained base, so that the folder always holds a complete model, the old or the new one."""
-    with writing(output):
-        with replacing(output) as folder:
-            tokenizer.save_pretrained(folder)
-            model.save_pretrained(output, state_dict=state_dict)
+    with writing(output), replacing(output) as folder:
+        tokenizer.save_pretrained(folder)
+        model.save_pretrained(output, state_dict=state_dict)
 
 
 def write_whole(file: Path, content: str | Iterable[bytes]) -> None:
