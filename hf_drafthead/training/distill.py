@@ -154,20 +154,16 @@ def _collect(
         file.close()
         writer.close()
     report.seconds = time.monotonic() - start
-    if not report.written + report.found:
-        raise _nothing_written(report, isinstance(rows, int))
-    return report
-
-
-def _nothing_written(total: DistillReport, from_base: bool) -> ValueError:
-    if from_base:
-        return ValueError(
-            f"not one of {total.questions:,} questions that the base wrote can be asked "
-            f"({in_words(total.dropped) or 'none was finished'}): give questions (--data), or the chat template "
+    if report.written + report.found:
+        return report
+    if isinstance(rows, int):
+        raise ValueError(
+            f"not one of {report.questions:,} questions that the base wrote can be asked "
+            f"({in_words(report.dropped) or 'none was finished'}): give questions (--data), or the chat template "
             "that it was trained with."
         )
-    why = f" ({'; '.join(total.refusals)})" if total.refusals else ""
-    return ValueError(f"there is nothing to ask in the data: {total.refused} of {total.rows} rows were refused{why}.")
+    why = f" ({'; '.join(report.refusals)})" if report.refusals else ""
+    raise ValueError(f"there is nothing to ask in the data: {report.refused} of {report.rows} rows were refused{why}.")
 
 
 def _tasks(writer: Writer, rows: Iterable[Mapping[str, Any]], done: set[int], tell: Progress) -> Iterator[Task]:
