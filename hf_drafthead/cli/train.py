@@ -156,8 +156,7 @@ def train(
     said, start = common.parse_options(option or []), None
     if heads is not None and (base is None or family is None or recognize(heads).kind != OURS):
         known_by = hashlib.sha256(repr((heads, base, said)).encode()).hexdigest()[:8]
-        # the others find what the first process has converted
-        with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():
+        with PartialState(cpu=not torch.accelerator.is_available()).main_process_first():  # others find its folder
             start = start_from(heads, f"{output_folder}-start-{known_by}", base, said)
         heads, base, family = start.folder, start.base, family or start.family
     if base is None or family is None:
