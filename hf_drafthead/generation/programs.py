@@ -80,7 +80,7 @@ class Program:
     def __init__(self, made_for: Hashable, stage: Stage, config: CompileConfig):
         self.made_for, self.stage, self.config, self.made = made_for, stage, config, False
         self.step: Stage = stage  # what runs it
-        self.entry: Any = None  # of dynamo's
+        self.guards: Any = None  # of dynamo's entry, which may be freed at any time (`torch._dynamo.reset`)
         self.kept: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -99,16 +99,16 @@ class Program:
         entries_of = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
         if alone is None or entries_of is None:
             return
-        for self.entry in entries_of(alone.__code__):
-            self.kept = alone  # whose code holds the entry
-            self.step = types.FunctionType(self.entry.code, alone.__globals__, alone.__name__)
+        for entry in entries_of(alone.__code__):
+            self.guards, self.kept = entry.guard_manager, alone  # whose code holds the entry
+            self.step = types.FunctionType(entry.code, alone.__globals__, alone.__name__)
 
     def fits(self, arguments: tuple) -> bool:
         """Whether the guards hold for these arguments."""
-        if self.entry is None:
+        if self.guards is None:
             return True
         names = self.kept.__code__.co_varnames
-        return bool(self.entry.guard_manager.check(dict(zip(names, arguments))))
+        return self.guards.cache_entry is not None and bool(self.guards.check(dict(zip(names, arguments))))
 
 
 class Recorded:

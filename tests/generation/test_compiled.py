@@ -150,6 +150,15 @@ def test_weights_that_change_between_two_calls(made):
     assert len(made) == STAGES
 
 
+def test_what_dynamo_has_forgotten_is_made_anew(made):
+    """Also what it frees of programs that are kept."""
+    model = FAMILIES[0].build(tiny_base("llama-gqa"))
+    both(model)
+    torch._dynamo.reset()
+    both(model)
+    assert len(made) == 2 * STAGES
+
+
 def test_what_a_hook_reads_may_change_within_a_call_and_a_hook_that_counts_compiles_nothing(made):
     model, state = FAMILIES[0].build(tiny_base("llama")), {"strength": 0.0, "calls": 0}
 
