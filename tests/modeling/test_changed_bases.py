@@ -245,6 +245,7 @@ def test_an_adapter_on_a_base_in_eight_bits_is_saved_beside_it(tmp_path):
     model = MedusaForCausalLM.from_base(tmp_path / "named", quantization_config=settings)
     model.add_adapter(LORA, "x")
     saved(saved(model, tmp_path / "saved"), tmp_path / "again")
+    assert not (tmp_path / "again" / "base" / "model.safetensors").exists()  # it is named, with how it is quantized
 
 
 def test_heads_in_a_form_of_a_quantizer_are_hashed_by_their_values():
