@@ -290,7 +290,7 @@ ROOMS = [
     ("evaluation", 1634),
     ("cli", 1328),
     ("learning", 415),
-    ("exactness", 810),
+    ("exactness", 817),
     ("batching", 1151),
 ]
 ROOMS += [("serving", 917), ("cards", 524), ("data", 603), ("page", 202)]

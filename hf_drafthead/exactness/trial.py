@@ -106,14 +106,24 @@ def try_ways(base: PreTrainedModel) -> None:
             except Exception as error:
                 if isinstance(error, Inexact) or out_of_memory(error):
                     raise
-                raise Inexact(f"it cannot be read {way} ({type(error).__name__}: {error})".splitlines()[0]) from error
-            if (name := comparison.differs) is not None:
+                why = f"it cannot be read {way} ({type(error).__name__}: {error})".splitlines()[0]
+            else:
+                if (name := comparison.differs) is None:
+                    continue
                 while isinstance(base.get_submodule(name), BY_ITSELF):  # it was given other bits
                     name = name.rpartition(".")[0]
-                raise Inexact(f"{named(base, name)} gives other bits where a text is read {way} than token by token")
+                why = f"{named(base, name)} gives other bits where a text is read {way} than token by token"
+            if read is not _read_in_trees or _drafts(base):
+                raise Inexact(why)
     finally:
         attention.BLOCK.reset(block)
         keep_picklable(base)
+
+
+def _drafts(base: PreTrainedModel) -> bool:
+    with contextlib.suppress(Unsupported):
+        return bool(probe(base, (-1,)))
+    return False
 
 
 def _read(comparison: Comparison, tokens: torch.Tensor, padding: int, parts: tuple[int, ...]) -> None:
@@ -147,10 +157,7 @@ def _check_attended(base: PreTrainedModel, cache: DynamicCache) -> None:
 
 def _read_in_trees(comparison: Comparison, tokens: torch.Tensor) -> None:
     """Read a prompt, and behind it the text as a path in trees."""
-    try:
-        reader = probe(comparison.base, (-1,))
-    except Unsupported:  # it decodes by itself, alone and in batches
-        return
+    reader = probe(comparison.base, (-1,), tries=False)
     cache = reader.cache(1, capacity=16, nodes=3)
     inputs = {"input_ids": tokens[:1, :PROMPT], CACHE: cache, "use_cache": True}
     comparison.run(range(PROMPT), 0, (1, PROMPT), reader, False, **inputs)

@@ -202,7 +202,7 @@ def test_the_trial_sees_what_a_base_does_that_is_not_exact(kind):
     try_ways(hf_drafthead.exact(base))
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 7])
+@pytest.mark.parametrize("tokens", [1, 5, 7])
 def test_the_trial_sees_a_module_that_differs_in_forwards_of_some_lengths(tokens):
     base = hf_drafthead.exact(tiny_base("llama", dtype=torch.bfloat16))
     base.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out * 1.01 if out.shape[1] == tokens else None)
