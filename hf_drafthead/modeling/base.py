@@ -76,9 +76,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     ) -> None:
         """Save the heads, and the name of their base; a base that is not the named one any more lies beside them.
 
-        That is one of which parameters changed or are being trained, or that has no name: its own class saves it in the
-        folder `base`. Adapters of the base lie there, each in a folder of its name. Of a base that was quantized when
-        it was loaded the name is saved, and how it was quantized.
+        That is one of which parameters changed or are being trained, that was quantized here, or that has no name: its
+        own class saves it in the folder `base`. Adapters of the base lie there, each in a folder of its name.
         Nothing that was in the folder before is removed until its replacement is whole.
 
         Args:
@@ -143,7 +142,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         former = stored.base_model_name_or_path
         name = BASE_FOLDER if beside else former if base_model is None else os.fspath(base_model)
         quantizer = quantizer_of(base)
-        here = quantizer is not None and not quantizer.pre_quantized and not beside
+        here = quantizer is not None and not quantizer.pre_quantized and name == former
         stored.base_quantization = quantizer.quantization_config.to_dict() if here else None
         stored.base_adapters = adapters_of(base) or None
         stored.check()  # before anything is written: names of adapters are those of folders

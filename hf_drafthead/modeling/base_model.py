@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -329,6 +329,8 @@ def change_of_base(
     for parameter, tensor in base.named_parameters():
         if tensor.requires_grad and not any(f".{adapter}." in f"{parameter}." for adapter in adapters):
             return f"{parameter} is being trained"
+    if (quantizer := quantizer_of(base)) is not None and not quantizer.pre_quantized:
+        return "it was quantized when it was loaded"
     if os.path.isdir(name) and not any(file.suffix in WEIGHT_SUFFIXES for file in Path(name).iterdir()):
         return f"there are no weights in {name!r}"
     with suppress(OSError, ValueError):
@@ -372,23 +374,37 @@ def _computed(fields: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
-    """A new folder inside `folder`, whose files take their places there when all are written, config.json last. Then
-    weights go that an earlier save left."""
+    """A new folder inside `folder`, whose files take their places there when all are written, config.json last; all
+    that was there is put back if one of them cannot. Then weights go that an earlier save left."""
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is a file: give a folder to save in.")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name:
-        new = Path(name)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as name, ExitStack() as undo:
+        new = Path(name, "new")
+        new.mkdir()
         yield new
         if not is_main_process:
             return
         files = [place.relative_to(new) for place in new.rglob("*") if place.is_file()]
-        for file in sorted(files, key=lambda file: (file == Path(CONFIG_NAME), file)):
+        files.sort(key=lambda file: (file == Path(CONFIG_NAME), file))
+        for number, file in enumerate(files):
+            target, former = folder / file, Path(name, str(number))
             for inner in reversed([folder / part for part in file.parents][:-1]):
                 if inner.is_symlink():  # what it leads to stays as it is
-                    inner.unlink()
-                inner.mkdir(exist_ok=True)
-            os.replace(new / file, folder / file)
+                    undo.callback(inner.rename(former.with_suffix(".link")).rename, inner)
+                if not inner.exists():
+                    inner.mkdir()
+                    undo.callback(inner.rmdir)
+            if target.exists():
+                with suppress(OSError):  # a file system without links
+                    os.link(target, former)
+                if not former.exists():
+                    shutil.copy2(target, former)
+                undo.callback(os.replace, former, target)
+            else:
+                undo.callback(target.unlink, missing_ok=True)
+            os.replace(new / file, target)
+        undo.pop_all()
         for place in {file.parent for file in files if WEIGHTS_FILE.fullmatch(file.name)}:
             _remove_earlier(folder / place, {file.name for file in files if file.parent == place})
         for adapter in folder.glob(f"*/*/{ADAPTER_CONFIG_NAME}"):  # which the base of before had

@@ -38,7 +38,7 @@ from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progre
 from hf_drafthead.training.examples import PreparedData
 from hf_drafthead.training.expected_tokens_per_step import ExpectedTokensPerStep
 from hf_drafthead.training.forecast import Forecast, forecast
-from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora
+from hf_drafthead.training.trainer import DraftHeadTrainer, add_lora, naming_a_quantized_base
 from hf_drafthead.trees.calibrate import Bar, calibrate, no_bar
 
 if TYPE_CHECKING:
@@ -348,7 +348,8 @@ class _Run:
             return
         if self.joint and settings.lora_rank:
             merge_adapters(model.base)  # exact then refers to the merged base
-        record.save_whole(model, self.tokenizer, output, state_dict=gathered)
+        with naming_a_quantized_base(model):
+            record.save_whole(model, self.tokenizer, output, state_dict=gathered)
         model.name_or_path = str(output)  # a push finds tokenizer and summary there
         record.write_whole(output / record.SUMMARY, json.dumps(summary, indent=2, default=str) + "\n")
         if not settings.calibrate_tree:

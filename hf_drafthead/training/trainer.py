@@ -4,8 +4,10 @@ Shapes: B rows, T positions, K heads.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -187,12 +189,30 @@ class DraftHeadTrainer(Trainer):
             yield f"head{head}_top1", ranks[0] / total
             yield f"head{head}_top5", sum(ranks[:RANKS]) / total
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        with naming_a_quantized_base(self.accelerator.unwrap_model(self.model)):
+            super()._save(output_dir, state_dict)
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with writing(self.args.output_dir):
             super()._save_checkpoint(model, trial)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """None: a checkpoint holds the heads only, so it is expected that the base's tensors are missing."""
+
+
+@contextmanager
+def naming_a_quantized_base(model: Any) -> Iterator[None]:
+    """Save heads with the name of a base that was quantized for their training, and not with a copy of it."""
+    quantizer, name = getattr(model.base, "hf_quantizer", None), model.config.base_model_name_or_path
+    if quantizer is None or quantizer.pre_quantized or not name:
+        yield
+        return
+    model.save_pretrained = functools.partial(model.save_pretrained, include_base=False, base_model=name)
+    try:
+        yield
+    finally:
+        del model.save_pretrained
 
 
 def add_lora(model: DraftHeadPreTrainedModel, rank: int = 32, alpha: int = 16, dropout: float = 0.05) -> None:

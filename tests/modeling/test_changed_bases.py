@@ -1,6 +1,7 @@
 """A base that is not the named one any more is found out, however little of it changed and whoever changed it."""
 
 import copy
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -213,6 +214,37 @@ def test_adapters_that_are_partly_merged_are_refused(named, tmp_path):
         model.save_pretrained(tmp_path / "saved")
 
 
+@pytest.mark.few(9)
+@pytest.mark.parametrize("links, beside", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("name", ["base/model.safetensors", "model.safetensors", "config.json"])
+def test_all_is_put_back_where_a_replacement_could_not_be(named, tmp_path, monkeypatch, name, links, beside):
+    model, replace = MedusaForCausalLM.from_base(named), os.replace
+    if beside:  # else there is no folder of a base before, nor behind
+        edit_one_value(model.base)
+    saved(model, tmp_path / "saved")
+    wanted, heads = logits(model), heads_hash(model.drafter.state_dict().items())
+    before = sorted((tmp_path / "saved").rglob("*"))
+
+    def full(place, target):
+        if Path(target) == tmp_path / "saved" / name and not Path(place).name.isdigit():
+            raise OSError(28, "No space left on device")
+        replace(place, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(""))  # raises an OSError
+    with torch.no_grad():
+        model.base.lm_head.weight.neg_()
+        for parameter in model.drafter.parameters():
+            parameter.add_(1)
+    with pytest.raises(OSError, match="No space"):
+        model.save_pretrained(tmp_path / "saved", max_shard_size="20KB" if name == "config.json" else "1GB")
+    again = AutoModel.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(logits(again), wanted)
+    assert heads_hash(again.drafter.state_dict().items()) == heads
+    assert sorted((tmp_path / "saved").rglob("*")) == before
+
+
 def test_what_a_linked_folder_holds_stays_there(named, tmp_path):
     model = MedusaForCausalLM.from_base(named)
     edit_one_value(model.base)
@@ -245,7 +277,7 @@ def test_an_adapter_on_a_base_in_eight_bits_is_saved_beside_it(tmp_path):
     model = MedusaForCausalLM.from_base(tmp_path / "named", quantization_config=settings)
     model.add_adapter(LORA, "x")
     saved(saved(model, tmp_path / "saved"), tmp_path / "again")
-    assert not (tmp_path / "again" / "base" / "model.safetensors").exists()  # it is named, with how it is quantized
+    assert (tmp_path / "again" / "base" / "model.safetensors").exists()
 
 
 def test_heads_in_a_form_of_a_quantizer_are_hashed_by_their_values():
