@@ -25,7 +25,7 @@ from hf_drafthead.training.templates import ChatEncoder, encode_span, frame, ref
 
 HELD_OUT = 64  # rows to evaluate on, unless the data is small
 WINDOW = 1000  # rows that are counted at a time
-FORM = "4"  # of what is cached: change it to invalidate caches of older versions
+FORM = "5"  # of what is cached: change it to invalidate caches of older versions
 TOKENS = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32"))})
 NOTES = {"mapped": List(Value("string")), "unused": List(Value("string")), "refused": Value("string")}
 ENCODED = Features({**TOKENS, **NOTES})
@@ -97,7 +97,7 @@ class Encoder:
     def fit(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list]:
         """Encoded rows to examples; those without labels are dropped."""
         pairs = map(self._pieces, batch["input_ids"], batch["labels"])
-        examples = [pair for pieces in pairs for pair in pieces if any(label != IGNORED for label in pair[1])]
+        examples = [pair for pieces in pairs for pair in pieces if any(label != IGNORED for label in pair[1][1:])]
         return {"input_ids": [ids for ids, _ in examples], "labels": [labels for _, labels in examples]}
 
     def _pieces(self, ids: list[int], labels: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -128,7 +128,7 @@ class Encoder:
                 mapped = [*mapped, "cut" if is_chat else "split"]
                 if is_chat:
                     ids, labels = ids[: self.max_length], labels[: self.max_length]
-            if all(label == IGNORED for label in labels):
+            if all(label == IGNORED for label in labels[1:]):  # nothing guesses the first
                 late = f"no answer within the first {self.max_length} tokens"
                 raise Refused(late if "cut" in mapped else "it has no token to train on")
         except Refused as reason:

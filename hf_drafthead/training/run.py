@@ -255,7 +255,7 @@ class _Run:
             self.say(str(data.report))
         data = dataclasses.replace(data, rows=without_format(data.rows), held_out=without_format(data.held_out))
         ahead = self.model.config.num_draft_heads + 1
-        longest = max(len(data.held_out[row]["input_ids"]) for row in range(len(data.held_out)))
+        longest = max((len(data.held_out[row]["input_ids"]) for row in range(len(data.held_out))), default=0)
         if longest <= ahead:
             what = f"rows of {longest} tokens have no label {ahead} tokens ahead"
             raise ValueError(f"{what}: give longer rows, or train fewer heads.")

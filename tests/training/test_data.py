@@ -390,13 +390,14 @@ def test_lengths_that_do_not_fit_are_refused(tmp_path, settings, text):
 
 
 def test_data_of_which_nothing_is_left_is_refused(tmp_path):
-    rows = [{"messages": [U("u")]}, {"messages": [U("u"), OWL("x")]}]
+    rows = [{"messages": [U("u")]}, {"messages": [U("u"), OWL("x")]}, {"text": ""}]
     rows = read_rows(write_lines(tmp_path / "x.jsonl", rows))
     with pytest.raises(ValueError) as error:
         tokenize_rows(rows, tokenizer_with(CHATML), 64)
     assert str(error.value) == (
-        "no row of the data can be trained on: 2 of 2 rows were refused (x.jsonl row 0: it has no assistant turn; "
-        "x.jsonl row 1: turn 1 has the unknown role 'owl'). Give chats with answers of the assistant, or text."
+        "no row of the data can be trained on: 3 of 3 rows were refused (x.jsonl row 0: it has no assistant turn; "
+        "x.jsonl row 1: turn 1 has the unknown role 'owl'; x.jsonl row 2: it has no token to train on). "
+        "Give chats with answers of the assistant, or text."
     )
 
 
@@ -454,7 +455,7 @@ def test_what_is_not_used_is_named(tmp_path):
         {"messages": [U("u"), {**A("a"), "weight": 1}], "prompt": "u", "id": "x", "tools": "no list"},
         {"messages": [U("u"), {**A("a"), "reasoning_content": "hm"}, U("v"), A("b")], "tools": [FUNCTION]},
         {"messages": WITH_TOOLS},
-        {"text": "t", "label": None, "url": "y"},
+        {"text": "to", "label": None, "url": "y"},
     ]
     path = write_lines(tmp_path / "x.jsonl", rows)
     _, report = tokenize_rows(read_rows(path), tokenizer_with(CHATML))
