@@ -85,7 +85,8 @@ def keep_settings(output: Path, file: Path, settings: dict[str, Any], begun: boo
     """Note in a file what an output depends on, or refuse to go on with one that was begun with something else."""
     before = read_json(file) if begun and file.is_file() else settings
     version = before.get("hf_drafthead", "of before versions were noted")
-    for name in [name for name in dict.fromkeys([*settings, *before]) if name != "hf_drafthead"]:
+    names = [*settings, *before] if version == __version__ else before  # an earlier one may have known fewer
+    for name in [name for name in dict.fromkeys(names) if name != "hf_drafthead"]:
         if before.get(name) != settings.get(name):
             same = name in before and name in settings
             way = "use the same setting" if same else f"go on with hf_drafthead {version}, which began it"

@@ -255,8 +255,10 @@ def test_going_on_with_something_else_is_refused(place, tmp_path):
     ):
         with pytest.raises(ValueError, match=f"run' was started with {line}"):
             run(True, **changed)
-    edit_json(tmp_path / "run" / "run.json", hf_drafthead="0.0.9", seed=None)
-    with pytest.raises(ValueError, match="seed=None, but now seed=42: go on with hf_drafthead 0.0.9, which began it"):
+    edit_json(tmp_path / "run" / "run.json", hf_drafthead="0.0.9", optim=None, streaming=True)  # which it did not know
+    with pytest.raises(
+        ValueError, match="streaming=True, but now streaming=None: go on with hf_drafthead 0.0.9, which"
+    ):
         run(True)
     with pytest.raises(ValueError, match=r"holds checkpoints of an earlier training \(checkpoint-2\): continue"):
         run(False)
