@@ -122,8 +122,8 @@ def activate(base: nn.Module, names: list[str]) -> None:
                 layer.set_adapter(held, inference_mode=True)
 
 
-def save_adapters(base: Any, folder: Path) -> None:
-    """Write each adapter of a base, which the heads name, into a folder of its name, as PEFT reads it."""
+def save_adapters(base: Any, folder: Path, of: str | None, revision: str | None) -> None:
+    """Write each adapter of a base into a folder of its name, as PEFT reads it."""
     for name in adapters_of(base):
         place = folder / name
         place.mkdir(parents=True)
@@ -132,7 +132,7 @@ def save_adapters(base: Any, folder: Path) -> None:
         copies = {f"{PREFIX}{key}": tensor.detach().clone().contiguous() for key, tensor in tensors.items()}
         save_file(copies, place / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         base.peft_config[name].save_pretrained(place)
-        edit_json(place / ADAPTER_CONFIG_NAME, base_model_name_or_path=None, revision=None)
+        edit_json(place / ADAPTER_CONFIG_NAME, base_model_name_or_path=of, revision=revision)
 
 
 def plain(module: Any) -> Any:

@@ -28,7 +28,7 @@ from hf_drafthead.modeling.adapters import (
     unwrapped,
 )
 from hf_drafthead.modeling.base_model import change_of_base, name_base, quantizer_of, replacing
-from hf_drafthead.modeling.checkpoint import WEIGHTS
+from hf_drafthead.modeling.checkpoint import WEIGHTS, is_local
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
 from hf_drafthead.modeling.files import refusing
 from hf_drafthead.modeling.loading import PLACE_ARGUMENTS, LoadableModel
@@ -174,7 +174,9 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             with refusing(ValueError, "the base cannot be saved beside its heads", advice, but=OSError):
                 alone.save_pretrained(folder, is_main_process=is_main_process, **shards)
         if stored.base_adapters and is_main_process:
-            save_adapters(base, folder)
+            of = stored.base_model_name_or_path
+            elsewhere = of is not None and not stored.base_included and not is_local(of, folder.parent)
+            save_adapters(base, folder, of if elsewhere else None, stored.base_model_revision)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch; a Trainer that goes on from a checkpoint gets its base back as well, where it was saved."""

@@ -147,6 +147,9 @@ def test_an_adapter_of_the_hub_is_saved_beside_the_heads(adapted, tmp_path):
     check(AutoModel.from_pretrained(tmp_path / "heads"), adapted)
     stored = json.loads((tmp_path / "heads" / "base" / "default" / "adapter_config.json").read_text())
     assert "base_model_name_or_path" not in stored and str(tmp_path) not in str(stored)
+    model.save_pretrained(tmp_path / "named", base_model="org/base")  # others may load the adapter alone
+    stored = json.loads((tmp_path / "named" / "base" / "default" / "adapter_config.json").read_text())
+    assert stored["base_model_name_or_path"] == "org/base"
 
 
 def test_a_missing_adapter_is_an_error_and_no_plain_base(adapted, tmp_path):
