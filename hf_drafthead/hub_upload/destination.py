@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from json import JSONDecodeError
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelInfo, errors, hf_hub_download
@@ -29,7 +30,7 @@ class Target:
     token: str | bool | None = None
     revision: str | None = None
     create_pr: bool = False
-    tags: list[str] | None = None
+    tags: str | list[str] | None = None
     license: str | None = None
     include_base: bool | None = None
     max_shard_size: int | str = "50GB"
@@ -118,7 +119,7 @@ def told(target: Target) -> Iterator[None]:
     """Say in one line what the Hub answers, or that it could not be reached."""
     try:
         yield
-    except (HTTP_ERROR, errors.LocalTokenNotFoundError, ConnectionError) as error:
+    except (HTTP_ERROR, errors.LocalTokenNotFoundError, ConnectionError, JSONDecodeError) as error:
         answer = getattr(error, "server_message", None) or in_one_line(error)
         raise OSError(
             f"the push to {target.repo_id!r} failed ({answer}): push again; what was uploaded is not sent twice."

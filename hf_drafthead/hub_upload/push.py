@@ -191,6 +191,7 @@ def _send(files: dict[str, Path], removed: list[str], target: Target, there: Des
             commit_description=target.commit_description,
             revision=target.revision,
             create_pr=target.create_pr,
+            parent_commit=there.info.sha if there.info else None,  # a push since then may have left other weights
         )
     except RuntimeError as error:  # huggingface_hub's word for a file that did not get through
         raise ConnectionError(str(error)) from error

@@ -140,9 +140,10 @@ def without_local_paths(target: Path) -> None:
             path.write_text(json.dumps(figures, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def add_tags(target: Path, tags: list[str] | None) -> None:
+def add_tags(target: Path, tags: str | list[str] | None) -> None:
     """Add tags to the card, after those that it has."""
     if tags:
+        tags = [tags] if isinstance(tags, str) else tags
         card = ModelCard.load(target / CARD)
         card.data.tags = list(dict.fromkeys([*(card.data.tags or []), *tags]))
         card.save(target / CARD)

@@ -66,6 +66,8 @@ class DraftHeadTrainer(Trainer):
         clock: Clock | None = None,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(args, DraftHeadTrainingArguments):
+            raise TypeError(f"args is a {type(args).__name__}: give DraftHeadTrainingArguments(...), or use a Trainer.")
         recomputed = any(getattr(args, name, False) for name in CHECKPOINTING)
         layers = any(hasattr(module, "gradient_checkpointing") for module in model.drafter.modules())
         if recomputed and not args.base_weight and not layers:

@@ -216,7 +216,7 @@ class _Handler(BaseHTTPRequestHandler):
         # Read before any answer: what is left over would be taken for the next request.
         self.body = self.read_body(int(self.headers.get("Content-Length") or 0))
         if fault := self.hub.fault(self.command, self.path):
-            return self.answer(fault.status, {"error": "try again"})
+            return self.answer(fault.status, b"sign in" if fault.status == 200 else {"error": "try again"})
         try:
             self.dispatch()
         except Refused as refused:
@@ -434,6 +434,8 @@ class _Hub(_Handler):
             value = entry["value"]
             if entry["key"] == "header":
                 title = value["summary"]
+                if value.get("parentCommit", found.refs.get(rev)) != found.refs.get(rev):
+                    raise Refused(412, message="a commit has happened since")
             elif entry["key"] == "file":
                 files[value["path"]] = Blob(base64.b64decode(value["content"]), large=False)
             elif entry["key"] == "lfsFile":

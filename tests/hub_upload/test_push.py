@@ -212,6 +212,25 @@ def test_an_upload_that_fails_is_completed_by_pushing_again(hub, base, clients):
     assert set(hub.repos["org/heads"].files()) - {".gitattributes"} == SENT
 
 
+def test_two_pushes_at_a_time_leave_no_mixture(hub, base, clients):
+    hub.fail("POST", "/commit/", times=1, status=200)
+    assert "OSError: the push to 'org/heads' failed (" in push(clients, max_shard_size="10KB").err.splitlines()[-1]
+    push(clients, max_shard_size="10KB")
+    code = """
+from hf_drafthead.hub_upload import push as room
+def send(*given):
+    room._send = real
+    model.push_to_hub("org/heads", license="mit", tags="mine")
+    return real(*given)
+real, room._send = room._send, send
+"""
+    answer = clients.run(TRAINED + code + PUSH, token="hf_owner", seed=1, words={"max_shard_size": "10KB"})
+    assert "(a commit has happened since): push again" in answer.err.splitlines()[-1]
+    files = hub.repos["org/heads"].files()
+    assert "model.safetensors" in files and "model.safetensors.index.json" not in files
+    assert b"- mine\n" in files["README.md"]
+
+
 # The client waits a second, two, four ... between its tries; a test need not.
 PATIENCE = "import time\ntime.sleep = lambda seconds: None\n"
 
