@@ -79,7 +79,8 @@ class MedusaDrafter(Drafter):
             # One product reads a shared lm_head once for all heads; own projections wait until their level is asked.
             guesses = self.base_logits(guesses) if shared else guesses
         guess = guesses[level] if shared else self.projections.up[level](guesses[level])
-        return state._replace(level=level + 1, guesses=guesses), Guesses(guess.unsqueeze(1), self.draft_tokens)
+        after = MedusaState(state.features, level + 1, guesses, state.caches)  # made anew: see `generation.step.Stages`
+        return after, Guesses(guess.unsqueeze(1), self.draft_tokens)
 
     def head_states(self, features: Tensor, input_ids: Tensor, attention_mask: Tensor | None = None) -> list[Tensor]:
         hidden = self._side_by_side(features.flatten(0, 1))

@@ -84,12 +84,12 @@ def refuse_weights_alone(checkpoint: Path) -> None:
 def keep_settings(output: Path, file: Path, settings: dict[str, Any], begun: bool) -> None:
     """Note in a file what an output depends on, or refuse to go on with one that was begun with something else."""
     before = read_json(file) if begun and file.is_file() else settings
-    version = before.get("hf_drafthead", "of before versions were noted")
+    version = before.get("hf_drafthead", "an unknown one")
     names = [*settings, *before] if version == __version__ else before  # an earlier one may have known fewer
     for name in [name for name in dict.fromkeys(names) if name != "hf_drafthead"]:
         if before.get(name) != settings.get(name):
             same = name in before and name in settings
-            way = "use the same setting" if same else f"go on with hf_drafthead {version}, which began it"
+            way = "use the same setting" if same else f"go on with its version of hf_drafthead ({version})"
             raise ValueError(
                 f"{str(output)!r} was started with {name}={before.get(name)!r}, but now {name}={settings.get(name)!r}: "
                 f"{way}, or give another output."
