@@ -177,7 +177,8 @@ class DFlash2Drafter(DFlashDrafter):
         candidates = state.candidates[:, level, None].expand(-1, count, -1)
         scores = state.scores[:, level, None] + self._of_pairs(pair, candidates)
         guesses = Guesses(self._among_all(scores, candidates), self.draft_tokens, state.inside[:, level, None])
-        return state._replace(level=level + 1), guesses
+        after = DFlash2State(state.cache, state.hidden, state.scores, state.candidates, state.inside, level + 1)
+        return after, guesses  # made anew: see `generation.step.Stages`
 
     def head_logits(self, head: int, hidden: Tensor) -> Tensor:
         scores, candidates = self.unary_logits(head, hidden).topk(self.config.selector_top_k)

@@ -79,7 +79,7 @@ class PEagleDrafter(Eagle3Drafter):
                 out = torch.cat([out, self.body._behind(state.cache, x, order[None], seen)], dim=1)
             logits = self.head_logits(0, out)
         guesses = Guesses(logits[:, state.depth, None], self.draft_tokens)
-        return state._replace(level=logits, depth=state.depth + 1), guesses
+        return EagleState(state.cache, state.last, logits, depth=state.depth + 1), guesses
 
     def head_states(
         self,

@@ -14,6 +14,7 @@ from hf_drafthead import DraftTree
 from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.generation import programs, runner
 from hf_drafthead.generation import tree as trees
+from hf_drafthead.generation.step import Stages
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import TREE, as_the_base, prompt
@@ -61,12 +62,24 @@ CALLS = {
 
 def test_that_a_step_is_compiled_is_said_once_and_before_it_begins(monkeypatch, notices):
     """What takes minutes is not silent."""
-    begun, compiled = [], programs.compiled
-    monkeypatch.setattr(programs, "compiled", lambda *given: begun.append([*notices]) or compiled(*given))
+    begun = []
+    monkeypatch.setattr(programs, "compiled", lambda stage, config: begun.append([*notices]) or stage)
     model = FAMILIES[0].build(tiny_base("llama-gqa"))
     for tree in (TREE, [[0]]):
         model.generate(**prompt(), **LONG, compile_config=TRACED, draft_tree=tree)
     assert begun[0] == [runner.COMPILES] and notices.count(runner.COMPILES) == 1
+
+
+@pytest.mark.few(len(FAMILIES))
+@every_family
+def test_what_heads_hand_on_in_a_program_is_what_they_hand_on_without(family, made, monkeypatch):
+    """In torch 2.11 a program loses the fields of a tuple that is made by `_replace`."""
+    traced = programs.compiled
+    monkeypatch.setattr(
+        programs, "compiled", lambda stage, *how: traced(stage, *how) if stage is Stages.draft else stage
+    )
+    both(family.build(tiny_base("llama-gqa")), max_new_tokens=9)
+    assert len(made) == STAGES
 
 
 @pytest.mark.few(1)
