@@ -42,6 +42,7 @@ WARM = 8  # steps in which the rate rises
 PATIENCE = 3  # rounds without a rise, behind which the copy begins anew
 ALLOWED_FALL = 0.95  # of tokens per step on what was asked earlier
 GRADIENT = 1.0  # norm of all gradients, at most
+LONGEST_STAYS = 0.9  # of the longest piece of work, with each further one
 SLOWEST = 1e-5  # rate at which learning has come to an end
 _WRITING = new_lock()  # while weights are taken over, or saved
 
@@ -81,6 +82,7 @@ class Learner:
         self.texts = RecentTexts(memory, held_out)
         self.stopped: str | None = None  # why nothing is learned any more
         self.spent = self.served = 0.0  # seconds, while requests waited or ran
+        self.longest = 0.0  # seconds that the next piece of work may take
         self.rounds = self.taken = self.dropped = self.tries = 0
         self.first: float | None = None  # tokens per step on recent texts, before anything was learned
         self.now: float | None = None
@@ -108,7 +110,8 @@ class Learner:
         """Between two steps, `seconds` after the last call: learn for a moment, where nobody waits (`idle`) or the
         share of the time allows it. Whatever goes wrong is told in one line and ends learning, and nothing else."""
         self.served += seconds
-        if not self.wants or not (idle or self.spent <= self.share * (self.spent + self.served)):
+        spent = self.spent + self.longest
+        if not self.wants or not (idle or spent <= self.share * (spent + self.served)):
             return
         start = time.perf_counter()
         try:
@@ -116,7 +119,8 @@ class Learner:
         except Exception as error:
             memory = "there is no memory for the gradients" if out_of_memory(error) else None
             self.stop(memory or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-        self.spent += 0.0 if idle else time.perf_counter() - start
+        took = time.perf_counter() - start
+        self.spent, self.longest = self.spent + took * (not idle), max(took, LONGEST_STAYS * self.longest)
 
     def stop(self, reason: str = "stop() was called.") -> None:
         """Learn no more; the heads stay as they are."""

@@ -278,13 +278,13 @@ def test_a_base_in_training_mode_ends_learning_in_one_line(caplog):
 
 def test_the_share_of_the_time_is_kept(monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
-    learner, clock = learner_with(model), iter(range(10**6))
+    learner, clock = learner_with(model), iter(range(0, 10**6, 20))  # seconds of a piece
     monkeypatch.setattr(learners.time, "perf_counter", lambda: float(next(clock)))
     monkeypatch.setattr(Learner, "wants", True)
     monkeypatch.setattr(Learner, "work", lambda self: None)
     for _ in range(1000):
         learner.between(1.0)
-    assert learner.served == 1000 and 0.09 < learner.spent / (learner.spent + learner.served) < 0.11
+    assert learner.served == 1000 and 0.08 < learner.spent / (learner.spent + learner.served) <= 0.1
     spent = learner.spent
     learner.between(0.0, idle=True)
     assert learner.spent == spent
