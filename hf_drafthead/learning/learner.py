@@ -37,6 +37,7 @@ logger = logging.get_logger(__name__)
 
 ROWS = 8  # texts of a step
 FRESH = 8  # new texts for which a round begins
+MOST_ROUNDS = 3  # for so many texts, where each round brings something
 LEAST_HELD_OUT = 2
 WARM = 8  # steps in which the rate rises
 PATIENCE = 3  # rounds without a rise, behind which the copy begins anew
@@ -56,7 +57,7 @@ class Learner:
         memory: tokens of recent texts.
         held_out: recent texts by which weights are judged.
         steps: of a round, between two trials.
-        learning_rate: at first; it halves where a round has brought nothing.
+        learning_rate: at first, and again with twice as many texts; it halves where rounds have brought nothing.
         everybody: whether texts are taken whose request does not say (`add_request(learn=...)`).
 
     Raises:
@@ -79,6 +80,7 @@ class Learner:
         refuse(model)
         self.model, self.share, self.steps, self.everybody = model, share, steps, everybody
         self.rate = self.first_rate = learning_rate
+        self.known = 0  # texts that had been seen when the rate was the first one last
         self.texts = RecentTexts(memory, held_out)
         self.stopped: str | None = None  # why nothing is learned any more
         self.spent = self.served = 0.0  # seconds, while requests waited or ran
@@ -143,9 +145,10 @@ class Learner:
             raise RuntimeError("the base is in training mode: call eval().")
         self.texts.fresh = 0
         state = state_of(self.model.base.parameters())
-        if self._base not in (None, state):  # in reinforcement learning: there is something to learn again
+        if moved := self._base not in (None, state):  # in reinforcement learning: there is something to learn again
             self.texts.base_has_moved()
-            self.rate = self.first_rate
+        if moved or self.texts.seen >= 2 * self.known:  # what failed on few texts may not on twice as many
+            self.rate, self.known = self.first_rate, self.texts.seen
         self._base = state
         learning = self._begin()
         for step in range(self.steps):
@@ -174,6 +177,8 @@ class Learner:
         self.now = after if better else before
         if better:
             self.taken, self.tries = self.taken + 1, 0
+            if FRESH * self.rounds < MOST_ROUNDS * self.texts.seen:
+                self.texts.fresh += FRESH  # there may be more to gain
             logger.info(f"Heads have learned: {before:.2f} -> {after:.2f} tokens per step on recent texts.")
             return
         self.tries += 1

@@ -11,6 +11,7 @@ import torch
 import hf_drafthead
 from hf_drafthead.learning import Learner, RecentTexts
 from hf_drafthead.learning import learner as learners
+from hf_drafthead.learning.learner import FRESH, MOST_ROUNDS
 from hf_drafthead.learning.texts import EVERY, LEAST_OF_A_KIND, LONGEST, OF_A_KIND
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
@@ -85,9 +86,12 @@ def test_that_law_finds_a_learner_that_writes_into_the_base(monkeypatch):
 
 def learner_with(model, count=24, **settings):
     """A learner that knows some texts."""
-    learner = Learner(model, **settings)
+    return offered(Learner(model, **settings), count)
+
+
+def offered(learner, count=24):
     for prompt in prompts(count):
-        learner.offer(prompt, answer(model.base, prompt))
+        learner.offer(prompt, answer(learner.model.base, prompt))
     return learner
 
 
@@ -112,6 +116,9 @@ def test_weights_stay_only_where_tokens_per_step_rise(better, monkeypatch):
         assert all(map(torch.equal, before, drafter_of(model))), "a trial writes nothing"
     assert all(map(torch.equal, before, drafter_of(model))) == (not better)
     assert (learner.taken, learner.rounds) == (int(better), 1)
+    while learner.wants:  # where a round brings something, others follow without new texts
+        run(learner)
+    assert learner.rounds == (24 * MOST_ROUNDS // FRESH if better else 1)
 
 
 def test_what_was_asked_earlier_is_not_forgotten_for_what_is_asked_now(monkeypatch):
@@ -123,6 +130,9 @@ def test_what_was_asked_earlier_is_not_forgotten_for_what_is_asked_now(monkeypat
     judged(monkeypatch, model, lambda texts, tried: 2.0 if texts == earlier else 2.0 + tried)
     run(learner)
     assert all(map(torch.equal, before, drafter_of(model))) and learner.dropped == 1
+    assert learner.rate == learner.first_rate / 2
+    run(offered(learner))  # with twice as many texts as when it fell the rate is the first one again
+    assert learner.dropped == 2 and learner.rate == learner.first_rate / 2
 
 
 def optimized(module):
