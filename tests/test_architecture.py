@@ -289,7 +289,7 @@ ROOMS = [
     ("trees", 1617),
     ("evaluation", 1634),
     ("cli", 1328),
-    ("learning", 415),
+    ("learning", 424),
     ("exactness", 817),
     ("batching", 1151),
 ]
