@@ -223,12 +223,6 @@ def test_bad_input_is_refused_in_one_line(tiny_zoo, command, arguments, text):
     refused(command(*(argument.format(model=tiny_zoo / "medusa") for argument in arguments)), text)
 
 
-def test_a_zoo_without_heads_is_refused_in_one_line(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(zoo, "ASSETS", tmp_path)
-    monkeypatch.setattr("hf_drafthead.zoo.chat.is_installed", lambda: False)
-    refused(command("demo"), "the zoo holds no heads: install hf-drafthead again.")
-
-
 def test_the_installed_command_answers_without_a_traceback():
     command = Path(sys.executable).parent / "hf-drafthead"
     ended = subprocess.run([command, "info", "./nowhere"], capture_output=True, text=True, timeout=120)

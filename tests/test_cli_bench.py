@@ -170,6 +170,12 @@ def test_texts_to_stop_at_are_looked_for(run, tmp_path):
         (["--questions", "{folder}/prompts.jsonl", "--temperature", "0,-1"], "expected numbers from 0 with commas"),
         (["--questions", "{folder}/prompts.jsonl", "--compare", "x", *map(str, QUICK)], "--compare 'x' is not known: "),
         (["--questions", "{folder}/prompts.jsonl", "--set", "x=1", *map(str, QUICK)], "`model_kwargs` are not used by"),
+        (
+            ["--questions", "{folder}/prompts.jsonl", "--batch-size", ""],
+            "--batch-size '': expected whole numbers above",
+        ),
+        (["--questions", "{folder}/prompts.jsonl", "--seed", f"{2**32}"], "should be less than or equal to 4294967295"),
+        (["--questions", "{folder}/prompts.jsonl", "--set", "streamer=x"], "streamer=x: expected a setting of a Gen"),
         ([], "Missing option '--questions': see `hf-drafthead bench --help`."),
     ],
 )

@@ -106,6 +106,8 @@ def test_special_tokens_are_those_of_the_template(folder, run, tmp_path, monkeyp
 def test_standard_input_is_the_prompt(folder, run, tmp_path):
     assert prompt_of(run, tmp_path, folder / "medusa", given="lm") == ("lm", "nopqr")
     assert prompt_of(run, tmp_path, folder / "hydra", given="x\n") == ("Qxab", "cdefg")
+    latin = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8")
+    assert "hf-drafthead: what was given is not UTF-8 text (" in run("generate", folder / "medusa", given=latin)[2]
     code, _, err = run("generate", folder / "medusa", given=Terminal())
     assert code == 2 and "there is no prompt: give one with --prompt 'def main(', or pipe a text in." in err
 
@@ -118,7 +120,10 @@ def test_standard_input_is_the_prompt(folder, run, tmp_path):
         (["--device", "nonsense"], "--device 'nonsense' cannot be used (Expected one of cpu, cuda, "),
         (["--device", "xpu:77"], "--device 'xpu:77' cannot be used ("),
         (["--dtype", "int8"], "--dtype 'int8' is no floating point type: expected auto, float32, bfloat16 or float16."),
+        (["--dtype", "float8_e4m3fn"], "--dtype 'float8_e4m3fn' is no floating point type: expected auto, float32, "),
+        (["--device", "meta"], "--device 'meta' cannot be used ("),
         (["--base-model", "./nowhere"], "the base './nowhere' of "),
+        (["--prompt", "caf\udce9"], "the prompt is not UTF-8 text ("),
     ],
 )
 def test_bad_choices_are_refused_in_one_line(folder, run, words, line):

@@ -107,7 +107,6 @@ def test_progress_is_a_line_per_tenth(run, folder, monkeypatch):
         (["--max-new-tokens", "127", "--prompts", "{folder}/prompts.jsonl"], "exceed the base's 128 positions"),
         (["--prompts", "{folder}/prompts.jsonl", "--limit", "1", "--max-new-tokens", "2"], "1 prompts are too few"),
     ],
-    ids=["rows", "file", "nodes", "long", "few"],
 )
 def test_bad_input_is_one_line(run, folder, command, arguments, line):
     assert "'org/heads' is no folder where trees can be stored: save the" in command("calibrate", "org/heads")[2]

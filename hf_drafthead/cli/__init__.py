@@ -48,9 +48,14 @@ def main(arguments: list[str] | None = None) -> None:
         if alone:
             gc.freeze()  # looking at all of it takes a second each time
         code = app(args=words or ["--help"], prog_name="hf-drafthead", standalone_mode=False)
+        if code == 130:  # what typer makes of a KeyboardInterrupt
+            raise KeyboardInterrupt
     except UsageError as error:
         asked = error.ctx.command_path if error.ctx else "hf-drafthead"
         complain(f"{error.format_message().rstrip('.')}: {_as_setting(error)}see `{asked} --help`.")
+        code = 2
+    except UnicodeError as error:
+        complain(f"what was given is not UTF-8 text ({error}): convert it.")
         code = 2
     except (FloatingPointError, OSError, TypeError, ValueError) as error:
         complain(str(error))

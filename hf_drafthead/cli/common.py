@@ -38,7 +38,7 @@ COPY_COLOUR = "bright_yellow underline"  # of what was copied from the text
 
 
 def count(help: str, least: int = 1) -> Any:
-    return typer.Option(metavar="N", min=least, help=help)
+    return typer.Option(metavar="N", min=least, max=2**32 - 1, help=help)  # the greatest seed of numpy
 
 
 def amount(help: str, *, least: float = 0.0, metavar: str = "X") -> Any:
@@ -178,12 +178,14 @@ def json_or_text(text: str) -> Any:
 def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
     """Settings of `generate` from NAME=VALUE pairs; a whole number where transformers asks for a float becomes one, and
     a value of another type than the setting is refused."""
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, GenerationMixin
 
     settings = parse_options(pairs or [])
     usual = GenerationConfig()._get_default_generation_params() | UNSET
     for name, value in settings.items():
         kind = type(usual.get(name))
+        if name in inspect.signature(GenerationMixin.generate).parameters:
+            raise ValueError(f"--set {name}={value}: expected a setting of a GenerationConfig.")
         if kind is float and type(value) is int:
             settings[name] = float(value)
         elif kind in KINDS and type(value) not in (kind, type(None)):
@@ -194,7 +196,7 @@ def parse_settings(pairs: list[str] | None) -> dict[str, Any]:
 def parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], *, zero: bool = False) -> list[Any]:
     """Numbers above 0 with commas between them; `zero` allows 0 as well."""
     try:
-        numbers = [kind(word) for word in text.split(",")] if text else []
+        numbers = [] if text is None else [kind(word) for word in text.split(",")]
     except ValueError:
         numbers = [-1]
     if not all((0 < number or (zero and number == 0)) and number < float("inf") for number in numbers):

@@ -43,8 +43,6 @@ def demo(
     else:
         paths = {name: zoo.path(name) for name in family or zoo.families()}
         file = zoo.ASSETS / "prompts.jsonl"
-    if not paths:
-        raise OSError("the zoo holds no heads: install hf-drafthead again.")
     questions = read_questions(file, limit=prompts or (FEW_PROMPTS_OF_CHAT if chats else FEW_PROMPTS))
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     console = common.output()

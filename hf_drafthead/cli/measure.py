@@ -66,7 +66,7 @@ def run_bench(
         marked = ", marked with *," if any(not measurement.complete for measurement in measurements) else ""
         where = "" if json_path is None else f", and are kept in {str(json_path)!r}"
         common.complain(f"{stopped}: the figures{marked} are those of the prompts that were finished{where}.")
-        raise typer.Exit(130 if stopped == INTERRUPTED else 2)
+        raise SystemExit(130 if stopped == INTERRUPTED else 2)
 
 
 @common.app.command("verify")

@@ -37,14 +37,14 @@ def read_rows(source: str | Path, *, split: str = "train") -> Dataset:
         OSError: there is no such source.
         ValueError: it cannot be read, or holds nothing that is known; the message names file and line.
     """
-    files = files_of(Path(source))
+    files = files_of(source)
     return _read_files(files) if files else uniform(_load(str(source), split), str(source))
 
 
 def read_records(source: str | Path, split: str | None = None) -> Iterator[tuple[str, Any]]:
     """Records of the same sources as they are, with all their fields, each behind where it stands; `split` is by
     default the only one of a data set, or the one called `test`."""
-    if files := files_of(Path(source)):
+    if files := files_of(source):
         for file in files:
             for place, record in records_of(str(file)):
                 yield f"{file} {place}", record
@@ -71,8 +71,9 @@ def uniform(rows: Dataset, name: str = "the data") -> Dataset:
     return read  # type: ignore[no-any-return]
 
 
-def files_of(path: Path) -> list[Path]:
+def files_of(source: str | os.PathLike) -> list[Path]:
     """The files of a source that are read here, in the order of their names; none if it is for `datasets` to read."""
+    path = Path(source or os.devnull)  # an empty name is none, and not this folder
     if path.is_file():
         if path.suffix not in TEXTS + RECORDS:
             wanted = ", ".join(RECORDS + TEXTS)

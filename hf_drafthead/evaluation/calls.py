@@ -13,6 +13,7 @@ from hf_drafthead.data.texts import frame
 from hf_drafthead.evaluation.questions import Question, need_template, text_of
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.modeling.files import refusing
 from hf_drafthead.trees.rank_paths import PAD, TOKENS_ALONE, left_padded
 
 BASE, HEADS, COMPILED = "base", "heads", "compiled"
@@ -129,6 +130,8 @@ def encode(model: Any, tokenizer: Any, texts: Sequence[str], *, special_tokens: 
     for an empty text, or a token that the base does not embed."""
     if not all(texts):
         raise ValueError("the prompt is empty: give the text to continue.")
+    with refusing(ValueError, "the prompt is not UTF-8 text", "convert it.", of=UnicodeError):
+        "".join(texts).encode()
     rows = tokenizer(list(texts), add_special_tokens=special_tokens)["input_ids"]
     if special_tokens and (ending := frame(tokenizer)[1]):
         rows = [row[: -len(ending)] if row[-len(ending) :] == ending else row for row in rows]

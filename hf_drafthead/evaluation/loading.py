@@ -48,7 +48,7 @@ def load_arguments(
     """Keyword arguments of `load` for the options of a command; a ValueError where there is no such type, or device
     here. Without a device: all GPUs, or the CPU where there is no GPU."""
     try:
-        torch.empty(0, device=None if device == "auto" else device)
+        torch.zeros((), device=None if device == "auto" else device).item()
     except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
         raise ValueError(f"--device {device!r} cannot be used ({one_line(error)}): give another, or none.") from None
     place = device or ("auto" if torch.cuda.is_available() else None)
@@ -61,7 +61,7 @@ def load_arguments(
 def floating_type(name: str) -> Any:
     """What `--dtype` names: `auto`, or a floating point type of torch; a ValueError if there is none."""
     wanted = name if name == "auto" else getattr(torch, name, None)
-    if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point):
+    if wanted != "auto" and not (isinstance(wanted, torch.dtype) and wanted.is_floating_point and wanted.itemsize > 1):
         raise ValueError(f"--dtype {name!r} is no floating point type: expected auto, float32, bfloat16 or float16.")
     return wanted
 

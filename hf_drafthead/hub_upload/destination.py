@@ -121,6 +121,8 @@ def told(target: Target) -> Iterator[None]:
         yield
     except (HTTP_ERROR, errors.LocalTokenNotFoundError, ConnectionError, JSONDecodeError) as error:
         answer = getattr(error, "server_message", None) or in_one_line(error)
-        raise OSError(
-            f"the push to {target.repo_id!r} failed ({answer}): push again; what was uploaded is not sent twice."
-        ) from error
+        advice = "push again; what was uploaded is not sent twice."
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
+            advice = "log in (`hf auth login`, token=) as who may write there, or propose it (create_pr=, --create-pr)."
+        raise OSError(f"the push to {target.repo_id!r} failed ({answer}): {advice}") from error

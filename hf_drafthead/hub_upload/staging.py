@@ -16,6 +16,7 @@ from hf_drafthead.hub_upload.contents import find_base, sort_files
 from hf_drafthead.hub_upload.destination import Target, download
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
 from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, read_tensors
+from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
 from hf_drafthead.modeling.files import edit_json, refusing
 
@@ -64,6 +65,10 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
     notes = [f"not uploaded, because others need none of it: {', '.join(behind)}"] if behind else []
     place, revision, gguf_file = None, config.base_model_revision, config.base_gguf_file
     if base is not None:
+        if read_heads_config(str(folder)).base_included:
+            raise ValueError(
+                f"the base lies beside the heads ({BASE_FOLDER}/) and is pushed with them: leave --base out."
+            )
         place, revision = base, _named_base(config, base, token)
         edit_json(folder / "config.json", base_model_name_or_path=base, base_model_revision=revision)
         if base != config.base_model_name_or_path:  # a repository of safetensors, in the place of a file here

@@ -251,6 +251,8 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
                 is not complete.
         """
         room = _hub_upload()
+        if unknown := options.keys() - room.Target.__dataclass_fields__:
+            raise TypeError(f"push_to_hub has no argument {min(unknown)}=: leave it out.")
         return room.push_model(self, room.Target(repo_id, **options)).commit
 
     def forward(

@@ -134,9 +134,9 @@ class DraftHeadTrainingArguments(TrainingArguments):
             raise ValueError(f"{', '.join(names)} and {last} are all 0: nothing to learn, set one above 0.")
         counts = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
         positive = ("head_decay", "num_anchors", "base_learning_rate", "max_grad_value", "hours", "num_train_epochs")
-        for name in (*positive, *counts):
+        for name in (*positive, *counts, "learning_rate", "max_steps"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value is not None and not value > 0 and (name, value) != ("max_steps", -1):  # as many as the epochs have
                 raise ValueError(f"{name} is {value}: expected a number above 0.")
         if self.recipe not in (None, "paper", "quick"):
             raise ValueError(f"recipe is {self.recipe!r}: expected one of 'paper', 'quick'.")

@@ -89,8 +89,6 @@ class OutputFile:
     def __init__(self, output: str | Path, settings: dict[str, Any]) -> None:
         self.output = Path(output)
         notes = self.output.with_name(f"{self.output.name}.settings.json")
-        if self.output.is_dir() or not self.output.absolute().parent.is_dir():
-            raise OSError(f"no file can be written at {str(output)!r}: give a file in a folder that exists.")
         if self.output.exists() and not notes.is_file():
             advice = "move it away, or give another output"
             raise OSError(f"{str(output)!r} exists and was not written by this command: {advice}.")

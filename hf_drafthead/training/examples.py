@@ -51,6 +51,20 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return {**batch, "label_positions": label_positions(batch["labels"])}
 
 
+def check_rows(rows: Any, vocabulary: int) -> None:
+    """A ValueError for a row with a token beyond the vocabulary, and where no row has a label that can be guessed."""
+    labelled = False
+    for number in range(len(rows)):
+        ids, labels = (torch.as_tensor(rows[number][name]) for name in ("input_ids", "labels"))
+        tokens = torch.cat([ids, labels[labels != IGNORED]])
+        if (unknown := (tokens < 0) | (tokens >= vocabulary)).any():
+            what = f"row {number} has the token {int(tokens[unknown][0])}, but the base's vocabulary has {vocabulary}"
+            raise ValueError(f"{what}: tokenize the text with the tokenizer of the base.")
+        labelled = labelled or bool((labels[1:] != IGNORED).any())
+    if not labelled:
+        raise ValueError(f"none of the {len(rows)} rows has a label other than {IGNORED}: nothing can be learnt.")
+
+
 def own_prompts(rows: Sequence[dict[str, Any]], count: int, longest: int) -> list[Tensor]:
     """What comes before the first answer of at most `count` rows; of a row that is all text, its first quarter."""
     prompts = []

@@ -62,9 +62,8 @@ def check_output(output: Path, resume: bool) -> None:
     config = read_json(output / CONFIG_NAME) if (output / CONFIG_NAME).is_file() else {}
     if not config.get("model_type", "drafthead_").startswith("drafthead_"):
         raise ValueError(f"{str(output)!r} is the folder of a model without heads: give another --output.")
-    if resume:
-        if whole_checkpoint(output) is None:
-            raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
+    if resume and whole_checkpoint(output) is None:
+        raise ValueError(f"{str(output)!r} holds no complete checkpoint to resume from: leave --resume out.")
     if not resume and (checkpoints := sorted(output.glob("checkpoint-*"))):
         what = f"{str(output)!r} holds checkpoints of an earlier training ({checkpoints[-1].name})"
         raise ValueError(f"{what}: continue it with --resume, or give another --output.")

@@ -117,7 +117,7 @@ def train_heads(
     output = Path(output)
     if not dry_run:
         record.check_output(output, resume)
-    if isinstance(data, (str, os.PathLike)) and Path(data).resolve() in output.resolve().parents:
+    if isinstance(data, (str, os.PathLike)) and data and Path(data).resolve() in output.resolve().parents:
         raise ValueError(f"the output {str(output)!r} lies in the folder of the data: give a folder outside of it.")
     if chats is not None and data is not None:
         raise ValueError("a number of chats (--synthesize) is for a training without data: leave one of them out.")
@@ -254,6 +254,9 @@ class _Run:
             data = read_data(self.model, self.tokenizer, data, settings)
             self.say(str(data.report))
         data = dataclasses.replace(data, rows=without_format(data.rows), held_out=without_format(data.held_out))
+        if data.report is None:  # rows that others made
+            for rows in (data.rows, data.held_out):
+                examples.check_rows(rows, self.model.config.get_text_config().vocab_size)
         ahead = self.model.config.num_draft_heads + 1
         longest = max((len(data.held_out[row]["input_ids"]) for row in range(len(data.held_out))), default=0)
         if longest <= ahead:
@@ -463,7 +466,7 @@ def _refuse_contradictions(data: Any, joint: bool, load: dict[str, Any], argumen
     if "output_dir" in arguments:
         raise ValueError("output_dir is the folder of the heads: give it as output (--output).")
     if arguments.get("split", "train") != "train":
-        if isinstance(data, PreparedData) or isinstance(data, (str, os.PathLike)) and files_of(Path(data)):
+        if isinstance(data, PreparedData) or isinstance(data, (str, os.PathLike)) and files_of(data):
             raise ValueError(f"split is {arguments['split']!r}, but the data has no splits: leave --split out.")
 
 

@@ -322,22 +322,6 @@ def test_where_the_memory_runs_out_what_was_measured_is_kept(loaded, monkeypatch
         measured(loaded, questions, batch_sizes=[2])
 
 
-def test_an_interruption_leaves_what_was_measured_and_is_marked(loaded, monkeypatch):
-    done = []
-
-    def interrupt():
-        done.append(0)
-        if len(done) == 3:
-            raise KeyboardInterrupt
-
-    (found,) = measured(loaded, batch_sizes=[1, 2], progress=interrupt)
-    assert (found.prompts, found.complete, found.stopped) == (3, False, "interrupted")
-    with pytest.raises(KeyboardInterrupt):
-        monkeypatch.setattr(benching.BenchRun, "_round", lambda *arguments: interrupt() or interrupt() or interrupt())
-        done.clear()
-        measured(loaded)
-
-
 def test_an_interruption_ends_the_plan_and_is_told(loaded, monkeypatch):
     warm_up, begun, kept = benching.BenchRun._warm_up, [], []
 

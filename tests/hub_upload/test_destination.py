@@ -101,6 +101,8 @@ def test_paths_of_this_machine_stay_here(hub, base, clients, folder):
 
 def test_a_base_that_goes_along_is_not_named_by_its_path(hub, clients, models):
     given = ("--include-base", "--token", "hf_owner", "--max-shard-size", "20KB")
+    twice = command(clients, *words(models / "medusa"), *given, token=None)
+    assert twice.code == 2 and twice.err.endswith("(base/) and is pushed with them: leave --base out.\n")
     answer = command(clients, *words(models / "medusa")[:-2], *given, token=None)
     assert answer.code == 0 and "hf_owner" not in answer.out + answer.err
     files = hub.repos["org/heads"].files()

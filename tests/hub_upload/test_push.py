@@ -88,8 +88,9 @@ def test_transformers_words_for_a_push_are_understood(hub, base, clients):
 def test_who_may_not_write_can_propose(hub, base, clients):
     push(clients)
     refused = push(clients, seed=1, token="hf_stranger")
-    line = "OSError: the push to 'org/heads' failed (You don't have the rights to write to org/heads): push again"
+    line = "OSError: the push to 'org/heads' failed (You don't have the rights to write to org/heads): log in"
     assert refused.err.splitlines()[-1].startswith(line)
+    assert push(clients, use_temp_dir=1).err.endswith("push_to_hub has no argument use_temp_dir=: leave it out.\n")
     assert push(clients, seed=1, token="hf_stranger", create_pr=True).code == 0
     repo = hub.repos["org/heads"]
     assert set(repo.refs) == {"main", "refs/pr/1"}
@@ -244,13 +245,13 @@ PATIENCE = "import time\ntime.sleep = lambda seconds: None\n"
         ("hf_owner", "org//heads", "Repo id must be in the form 'repo_name' or 'namespace/repo_name': 'org//heads'"),
         ("hf_owner", "org/a b", "Repo id must use alphanumeric chars"),
     ],
-    ids=["wrong token", "no token", "no write right", "two slashes", "blank"],
 )
 def test_a_push_that_is_refused_says_so_in_one_line(hub, base, clients, models, token, repo_id, line):
     words = ("push", models / "medusa", repo_id, "--license", "mit", "--base", "org/base")
     answer = command(clients, *words, token=token)
     assert answer.code == 2 and "Traceback" not in answer.err
     assert answer.err.splitlines()[-1].startswith(f"hf-drafthead: {line}")
+    assert ("log in (`hf auth login`, token=) as who may write there" in answer.err) == (token != "hf_owner")
     assert "org/heads" not in hub.repos
 
 

@@ -214,8 +214,6 @@ def test_another_file_is_not_overwritten(base, tokenizer, tmp_path):
     output.write_text("mine")
     with pytest.raises(OSError, match="exists and was not written by this command: move it away, or give another"):
         distill(base, tokenizer, CHATS, output)
-    with pytest.raises(OSError, match="no file can be written at '.*nowhere/out.jsonl': give a file in a folder"):
-        distill(base, tokenizer, CHATS, tmp_path / "nowhere" / "out.jsonl")
     assert output.read_text() == "mine"
     output.unlink()
     distill(base, tokenizer, CHATS[:2], output, **SETTINGS)

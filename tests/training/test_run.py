@@ -147,6 +147,15 @@ def test_data_in_hand_is_learnt_from_as_its_file_is(place, tmp_path):
             assert trained.summary["data_sha256"] == from_file.summary["data_sha256"]
         else:
             assert trained.summary["data"] == "some functions" and trained.summary["data_report"] is None
+    beyond = [{"input_ids": [3, 9999], "labels": [-100, 3]}]
+    unlabelled = [{**row, "labels": row["labels"] * 0 - 100} for row in rows]
+    for wrong, line in (
+        (beyond, "row 0 has the token 9999, but the base's vocabulary"),
+        (unlabelled, "none of the 24"),
+    ):
+        data = PreparedData(wrong, rows[:3], "some functions", "0" * 64)
+        with pytest.raises(ValueError, match=line):
+            train_heads(str(place / "base"), "medusa", data, tmp_path / "wrong", **QUICK)
     with pytest.raises(ValueError, match="the data is a IterableDataset: give a file, a name, or a datasets.Dataset."):
         train_heads(str(place / "base"), "medusa", texts.to_iterable_dataset(), tmp_path / "stream", **QUICK)
 
