@@ -52,7 +52,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from hf_drafthead.data.chats import repaired
 from hf_drafthead.data.rows import as_row
 from hf_drafthead.data.texts import same_words
-from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.modeling.base_model import load_tokenizer
 from hf_drafthead.training.answers import Answerer, Sampling, Task
 from hf_drafthead.training.heads_loss import IGNORED
 from hf_drafthead.training.templates import ChatEncoder

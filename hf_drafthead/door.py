@@ -20,13 +20,20 @@ from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.formats.mtp import named_base
 from hf_drafthead.formats.speculators import verifier_of
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import locate_base
-from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, read_heads_config, weights_in, why_missing
+from hf_drafthead.modeling.base_model import PLACE_ARGUMENTS, split_gguf
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, from_base
-from hf_drafthead.modeling.files import read_json, refusing, shortened
-from hf_drafthead.modeling.gguf_files import split_gguf
-from hf_drafthead.modeling.loading import PLACE_ARGUMENTS
+from hf_drafthead.modeling.files import (
+    fetch_file,
+    full_name,
+    is_missing_folder,
+    read_json,
+    refusing,
+    shortened,
+    weights_in,
+    why_missing,
+)
+from hf_drafthead.modeling.loading import read_heads_config
 from hf_drafthead.modeling.mtp import COUNTS, MtpForCausalLM
 
 logger = logging.get_logger(__name__)
@@ -239,7 +246,7 @@ def start_from(name: str, folder: str, base: str | None = None, options: dict[st
         if base is None and config.base_model_name_or_path is None:
             raise ValueError(f"{name!r} names no base: give --base.")
         if base is None:  # from the folder of its heads, and of it what they name
-            parts = (locate_base(config, name), config.base_subfolder, config.base_gguf_file)
+            parts = (full_name(config.base_model_name_or_path, name), config.base_subfolder, config.base_gguf_file)
             base = "/".join(part for part in parts if part)
         return Start(name, base, config.family)
     source, layout = find(name, {})

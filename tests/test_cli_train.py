@@ -13,7 +13,7 @@ from hf_drafthead.cli.common import parse_tree, read_template
 from hf_drafthead.cli.train import outcome
 from hf_drafthead.data.chats import Chat
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.modeling.base_model import load_tokenizer
 from hf_drafthead.training.templates import ChatEncoder
 from tests.training.chat_templates import tokenizer_with
 

@@ -14,8 +14,16 @@ from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingE
 
 from hf_drafthead.generation.settings import AUTO, DraftSettings
 from hf_drafthead.generation.tree import LOOKUP, DraftTree, resolve
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, checkpoint_files, is_local, read_heads_config, read_tensors
-from hf_drafthead.modeling.files import in_one_line, open_tensors, read_json
+from hf_drafthead.modeling.files import (
+    HTTP_ERROR,
+    checkpoint_files,
+    in_one_line,
+    is_local,
+    open_tensors,
+    read_json,
+    read_tensors,
+)
+from hf_drafthead.modeling.loading import read_heads_config
 from hf_drafthead.trees.entries import CalibrationKey, heads_hash
 
 FULL_PRECISION = ("float32", "float64")  # the types in which the text has to be the base's own

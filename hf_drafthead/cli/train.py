@@ -44,7 +44,7 @@ def run_distill(
     The same command resumes an interrupted run.
     """
     from hf_drafthead.data import read_rows
-    from hf_drafthead.modeling.gguf_files import load_tokenizer
+    from hf_drafthead.modeling.base_model import load_tokenizer
     from hf_drafthead.training import distill as room
     from hf_drafthead.training.endpoint import Server
 
@@ -97,7 +97,7 @@ def vocabulary(
     import json
 
     from hf_drafthead.data.sources import read_rows
-    from hf_drafthead.modeling.gguf_files import load_tokenizer
+    from hf_drafthead.modeling.base_model import load_tokenizer
     from hf_drafthead.training.data import tokenize_rows
     from hf_drafthead.training.examples import frequent_tokens, label_frequencies
 
@@ -148,7 +148,7 @@ def train(
 
     from hf_drafthead.door import OURS, recognize, start_from
     from hf_drafthead.evaluation.loading import floating_type
-    from hf_drafthead.modeling.gguf_files import load_tokenizer
+    from hf_drafthead.modeling.base_model import load_tokenizer
     from hf_drafthead.training.arguments import sort_options
     from hf_drafthead.training.run import train_heads
 

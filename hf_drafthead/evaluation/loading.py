@@ -10,9 +10,9 @@ from hf_drafthead.cards.facts import size_of_heads, static_tree
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.door import from_pretrained
 from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.modeling.checkpoint import read_generation_settings, read_heads_config
+from hf_drafthead.modeling.base_model import load_tokenizer
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.modeling.loading import read_generation_settings, read_heads_config
 from hf_drafthead.trees.choice import Plans
 from hf_drafthead.trees.entries import device_name
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_drafthead.formats.layout import Loss, SavedHeads
-from hf_drafthead.modeling.checkpoint import read_tensors
+from hf_drafthead.modeling.files import read_tensors
 
 INPUT, OUTPUT = "input embeddings", "lm_head"
 ENDS = {INPUT: ("embed_tokens.weight", "wte.weight", "embed_in.weight"), OUTPUT: ("lm_head.weight", "embed_out.weight")}

@@ -24,11 +24,10 @@ from hf_drafthead.formats.layout import Heads, Layout
 from hf_drafthead.formats.layouts import BASES, find
 from hf_drafthead.formats.mtp import named_base
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import commit_of, copy_tokenizer, fetch_config, full_name
-from hf_drafthead.modeling.checkpoint import WEIGHTS, check_tensors
+from hf_drafthead.modeling.base_model import commit_of, copy_tokenizer, fetch_config, split_gguf
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.files import in_one_line
-from hf_drafthead.modeling.gguf_files import split_gguf
+from hf_drafthead.modeling.files import WEIGHTS, full_name, in_one_line
+from hf_drafthead.modeling.loading import check_tensors
 
 logger = logging.get_logger(__name__)
 
@@ -216,7 +215,7 @@ def _config_of(file: Source, heads: Heads, base: Base, base_revision: str | None
             raise ValueError(f"the heads at {name!r} {what}: {GIVE_BASE}.")
     config: Any = heads.model_class.config_class(
         base_config=base_config,
-        base_model_name_or_path=full_name(base_name) if base_name else None,
+        base_model_name_or_path=full_name(base_name or "") or None,
         base_model_revision=commit,
         **heads.fields,
     )

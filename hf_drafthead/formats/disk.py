@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.utils import extract_commit_hash
 
-from hf_drafthead.modeling.checkpoint import fetch_file, is_missing_folder, map_tensors, weights_in, why_missing
-from hf_drafthead.modeling.files import read_json
+from hf_drafthead.modeling.files import fetch_file, is_missing_folder, map_tensors, read_json, weights_in, why_missing
 
 CONFIG = "config.json"
 # Files of heads alone, and files of a whole model; in each group safetensors come before pickles.

@@ -11,9 +11,9 @@ from hf_drafthead.formats.disk import new_folder, refuse_existing, write_safeten
 from hf_drafthead.formats.layout import Layout, Loss, SavedHeads
 from hf_drafthead.formats.layouts import LAYOUTS, targets
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import locate_base
-from hf_drafthead.modeling.checkpoint import read_heads_config, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER
+from hf_drafthead.modeling.files import full_name, read_tensors
+from hf_drafthead.modeling.loading import read_heads_config
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _of_checkpoint(name: str, hub: dict[str, Any]) -> SavedHeads:
     if config.base_included:
         inside = "/".join(filter(None, (hub.get("subfolder"), BASE_FOLDER)))
         return SavedHeads(name, config, heads, _beside(name), base or read_tensors(name, {**hub, "subfolder": inside}))
-    return SavedHeads(name, config, heads, config.base_model_name_or_path and locate_base(config, name), base)
+    return SavedHeads(name, config, heads, full_name(config.base_model_name_or_path or "", name) or None, base)
 
 
 def _beside(heads: str) -> str | None:

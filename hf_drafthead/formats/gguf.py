@@ -15,7 +15,7 @@ from transformers.utils import cached_file, extract_commit_hash
 from hf_drafthead.formats.disk import Source
 from hf_drafthead.formats.eagle3 import IDS, WRITTEN_FOR
 from hf_drafthead.formats.fields import said
-from hf_drafthead.modeling.gguf_files import reading_gguf, split_gguf
+from hf_drafthead.modeling.base_model import reading_gguf, split_gguf
 
 # What llama.cpp calls the parts of a block, and of a module for multi-token prediction, which is the last block.
 PARTS = {

@@ -14,8 +14,8 @@ from hf_drafthead.formats.layout import KIND, Layout
 from hf_drafthead.formats.medusa import Medusa, MedusaFull, MedusaVllm
 from hf_drafthead.formats.mtp_layouts import BaseModules, SpeculatorsMtp
 from hf_drafthead.formats.speculators import Speculators, SpeculatorsPEagle
+from hf_drafthead.modeling.base_model import split_gguf
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
-from hf_drafthead.modeling.gguf_files import split_gguf
 
 LAYOUTS: list[Layout] = [Medusa(), MedusaFull(), MedusaVllm(), Hydra(), Eagle(), Eagle3(), PEagle(), Speculators()]
 LAYOUTS += [SpeculatorsPEagle(), SpeculatorsMtp(), BaseModules(), BlockDrafter(), BlockDrafter2(), SpeculatorsBlock()]

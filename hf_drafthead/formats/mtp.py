@@ -26,10 +26,9 @@ from hf_drafthead.formats.disk import read_pickle
 from hf_drafthead.formats.gguf import gguf_blocks
 from hf_drafthead.formats.layout import Loss
 from hf_drafthead.formats.tables import renamed
-from hf_drafthead.modeling.checkpoint import PICKLE, WEIGHTS, fetch_file, map_tensors
+from hf_drafthead.modeling.base_model import split_gguf
 from hf_drafthead.modeling.decoder_layer import one_layer_config, types_of
-from hf_drafthead.modeling.files import in_one_line, read_json
-from hf_drafthead.modeling.gguf_files import split_gguf
+from hf_drafthead.modeling.files import PICKLE, WEIGHTS, fetch_file, in_one_line, map_tensors, read_json
 from hf_drafthead.modeling.mtp import MTP_KINDS, MtpConfig, MtpKind, modules_counted, own_block
 
 Names = tuple[tuple[str, str], ...]

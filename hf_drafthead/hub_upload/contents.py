@@ -9,10 +9,9 @@ from huggingface_hub import HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
 from hf_drafthead.modeling import DraftHeadConfig
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, is_local, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.families import BY_MODEL_TYPE
-from hf_drafthead.modeling.files import in_one_line
+from hf_drafthead.modeling.files import HTTP_ERROR, in_one_line, is_local, read_tensors
 
 # Left here: the state of a training, caches, pickles (which run code when they are opened), what holds keys.
 LEFT = ["optimizer*", "scheduler.*", "rng_state*", "trainer_state.json", "checkpoint-*", "global_step*", "run.json"]
@@ -106,4 +105,4 @@ def check_weights(folder: Path, config: DraftHeadConfig) -> None:
                 f"the tensor {name!r} in {str(folder)!r} holds NaN or infinity: train these heads again, or use an "
                 "earlier checkpoint."
             )
-    BY_MODEL_TYPE[config.model_type]._heads_alone(str(folder), config, heads, {})  # as others will load them
+    BY_MODEL_TYPE[config.model_type]._heads_alone(str(folder), config, heads)  # as others will load them

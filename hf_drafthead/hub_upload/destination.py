@@ -9,9 +9,8 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, ModelInfo, errors, hf_hub_download
 
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR
 from hf_drafthead.modeling.config import MODEL_TYPE_PREFIX
-from hf_drafthead.modeling.files import in_one_line, read_json, refusing
+from hf_drafthead.modeling.files import HTTP_ERROR, in_one_line, read_json, refusing
 
 # What makes a repository one of a model: its weights in any form, or what says where they lie.
 OF_A_MODEL = re.compile(

@@ -20,19 +20,15 @@ from hf_drafthead.cards.facts import check_folder
 from hf_drafthead.hub_upload import contents, staging
 from hf_drafthead.hub_upload.destination import Destination, Target, check_destination, look, told
 from hf_drafthead.modeling import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.checkpoint import is_local, read_heads_config
+from hf_drafthead.modeling.base_model import outdated
 from hf_drafthead.modeling.config import BASE_FOLDER
-from hf_drafthead.modeling.files import edit_json
+from hf_drafthead.modeling.files import edit_json, is_local
+from hf_drafthead.modeling.loading import read_heads_config
 from hf_drafthead.modeling.remote_code import CODE_FILE, code_of, code_references
 
 logger = logging.get_logger(__name__)
 
-# What would be read in the place of what is sent, or with it: weights of heads and of a base beside them, an adapter of
-# both; and figures that were measured with them. All other files belong to the repository's owner.
-WEIGHT_FILES = re.compile(
-    r"(base/)?model(-\d{5}-of-\d{5})?\.safetensors|(base/)?model\.safetensors\.index\.json"
-    r"|adapter_config\.json|adapter_model\.safetensors"
-)
+# Measured with earlier weights, which go with them. All other files belong to the repository's owner.
 FIGURES = re.compile(r"training_summary\.json|evaluation[^/]*\.json|training\.png|head_accuracies\.png|tree\.png")
 
 
@@ -199,9 +195,8 @@ def _send(files: dict[str, Path], removed: list[str], target: Target, there: Des
 
 def _replaced(on_hub: Iterable[str], files: dict[str, Path]) -> list[str]:
     """Weights and figures on the Hub that are not sent again: they would be mistaken for those of the new heads."""
-    beside = any(name.startswith(f"{BASE_FOLDER}/") for name in files)  # else a base there is nobody's replacement
-    stale = [name for name in on_hub if name not in files and (WEIGHT_FILES.fullmatch(name) or FIGURES.fullmatch(name))]
-    return [name for name in stale if beside or not name.startswith(f"{BASE_FOLDER}/")]
+    figures = [name for name in on_hub if FIGURES.fullmatch(name) and name not in files]
+    return outdated(on_hub, files) + figures
 
 
 @contextmanager

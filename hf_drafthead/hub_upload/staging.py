@@ -15,10 +15,10 @@ from hf_drafthead.cards.sections import merge, sections_of
 from hf_drafthead.hub_upload.contents import find_base, sort_files
 from hf_drafthead.hub_upload.destination import Target, download
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR, INDEX, read_heads_config, read_tensors
 from hf_drafthead.modeling.config import BASE_FOLDER
 from hf_drafthead.modeling.families import BY_MODEL_TYPE, FAMILIES
-from hf_drafthead.modeling.files import edit_json, refusing
+from hf_drafthead.modeling.files import HTTP_ERROR, INDEX, edit_json, full_name, read_tensors, refusing
+from hf_drafthead.modeling.loading import read_heads_config
 
 CARD = "README.md"
 # Files that a training and its measurements write; all other pictures are drawn again with the card.
@@ -75,7 +75,7 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
             edit_json(folder / "config.json", base_gguf_file=None)
         gguf_file = None
     elif not (config.base_included or base_model.has_tokenizer(folder)):
-        place = base_model.locate_base(config, str(source))
+        place = full_name(config.base_model_name_or_path or "", source)
     return notes + add_tokenizer(folder, place, revision, token, gguf_file)
 
 
@@ -87,9 +87,7 @@ def _named_base(config: DraftHeadConfig, base: str, token: str | bool | None) ->
     info, _ = find_base(base, None, token)
     commit = None if info is None else info.sha
     if not recorded:  # that of the training may have been a local copy; from now on the heads are loaded with this one
-        fields = base_model.fetch_config(base, commit, token)
-        base_model.refuse_unfit(fields, base, loaded=False)
-        base_model.check_base(config, fields, base)
+        base_model.refuse_unfit(base_model.fetch_config(base, commit, token), base, config)
     return commit
 
 

@@ -7,7 +7,7 @@ from transformers.trainer_utils import HubStrategy
 from hf_drafthead.hub_upload.contents import check_base
 from hf_drafthead.hub_upload.destination import Target, look, told
 from hf_drafthead.modeling import DraftHeadConfig
-from hf_drafthead.modeling.checkpoint import is_local
+from hf_drafthead.modeling.files import is_local
 from hf_drafthead.modeling.publishers import Publisher
 from hf_drafthead.modeling.remote_code import CODE_FILE, code_of
 

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME
 
-from hf_drafthead.modeling.checkpoint import fetch_file
-from hf_drafthead.modeling.files import edit_json, open_tensors, read_json
+from hf_drafthead.modeling.config import DraftHeadConfig
+from hf_drafthead.modeling.files import edit_json, fetch_file, is_local, open_tensors, read_json
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in a file of PEFT's
@@ -30,20 +30,10 @@ def find_adapter(path: str, hub: Mapping[str, Any], inside: str = "") -> str | N
     if config is None:
         return None
     read_json(config)
-    weights = fetch_file(path, ADAPTER_WEIGHTS, hub)
-    if weights is None:
-        raise OSError(
-            f"{path!r} holds an adapter without {ADAPTER_WEIGHTS}; a pickle is never opened, for it can run code: save "
-            "the adapter as safetensors, or remove it."
-        )
-    with open_tensors(weights):
-        return str(Path(config).parent)
-
-
-def is_of_a_whole_model(folder: str | Path) -> bool:
-    """Whether an adapter was put on a model with draft heads, by way of which it is on the base."""
-    with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as tensors:
-        return any(name.startswith(PREFIX + BASE) for name in tensors.keys())
+    if fetch_file(path, ADAPTER_WEIGHTS, hub) is None:
+        what = "a pickle is never opened, for it can run code: save the adapter as safetensors, or remove it"
+        raise OSError(f"{path!r} holds an adapter without {ADAPTER_WEIGHTS}; {what}.")
+    return str(Path(config).parent)
 
 
 def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping[str, Any] | None = None) -> None:
@@ -58,8 +48,9 @@ def add_adapter(model: Any, config: Any, name: str = "default", tensors: Mapping
 def load_adapter(model: Any, folder: str | Path, name: str = "default", trainable: bool = False) -> None:
     """Put a trained adapter on a base, or its tensors into the adapter of this name that the base has."""
     peft = import_module("peft")  # nowhere else needed
-    prefix = PREFIX + BASE * is_of_a_whole_model(folder)
     with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
+        of_a_whole_model = any(key.startswith(PREFIX + BASE) for key in file.keys())
+        prefix = PREFIX + BASE * of_a_whole_model
         tensors = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys()}
     if name not in getattr(model, "peft_config", ()):
         config = peft.PeftConfig.from_pretrained(str(folder))
@@ -122,9 +113,13 @@ def activate(base: nn.Module, names: list[str]) -> None:
                 layer.set_adapter(held, inference_mode=True)
 
 
-def save_adapters(base: Any, folder: Path, of: str | None, revision: str | None) -> None:
-    """Write each adapter of a base into a folder of its name, as PEFT reads it."""
-    for name in adapters_of(base):
+def save_adapters(base: Any, folder: Path, stored: DraftHeadConfig) -> None:
+    """Write each adapter of a base into a folder of its name, as PEFT reads it, with a name of the base that heads in
+    the folder around it name, where others can read that."""
+    of, revision = stored.base_model_name_or_path, stored.base_model_revision
+    if stored.base_included or is_local(of or "", folder.parent):
+        of = revision = None
+    for name in stored.base_adapters or ():
         place = folder / name
         place.mkdir(parents=True)
         tensors = import_module("peft").get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)

@@ -17,21 +17,12 @@ from transformers.utils import logging
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
-from hf_drafthead.modeling.adapters import (
-    adapters_of,
-    add_adapter,
-    altered,
-    find_adapter,
-    load_adapter,
-    plain,
-    save_adapters,
-    unwrapped,
-)
-from hf_drafthead.modeling.base_model import change_of_base, name_base, quantizer_of, replacing
-from hf_drafthead.modeling.checkpoint import WEIGHTS, is_local
+from hf_drafthead.modeling import adapters
+from hf_drafthead.modeling.adapters import adapters_of, altered
+from hf_drafthead.modeling.base_model import PLACE_ARGUMENTS, change_of_base, name_base, quantizer_of, replacing
 from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
-from hf_drafthead.modeling.files import refusing
-from hf_drafthead.modeling.loading import PLACE_ARGUMENTS, LoadableModel
+from hf_drafthead.modeling.files import WEIGHTS, refusing
+from hf_drafthead.modeling.loading import LoadableModel
 from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import NotCopied
 from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_base
@@ -94,33 +85,31 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             OSError: the folder cannot be written.
         """
         if unknown := sorted(name for name in set(kwargs) - SAVES if kwargs.pop(name)):
-            raise TypeError(
-                f"save_pretrained has no argument {unknown[0]}=: leave it out; push_to_hub(...) publishes, and a "
-                "tokenizer is saved by its own save_pretrained(folder)."
-            )
-        folder = Path(save_directory)
+            advice = "push_to_hub(...) publishes, and a tokenizer is saved by its own save_pretrained(folder)"
+            raise TypeError(f"save_pretrained has no argument {unknown[0]}=: leave it out; {advice}.")
+        folder, base = Path(save_directory), self._adapted_base()
         with refusing(ValueError, "the heads cannot be saved with their base", of=Unsupported):
             self.drafter.follow_vocabulary()
-        change = change_of_base(unwrapped(self.base), self.config, self._as_loaded, _of_base(state_dict), folder)
+        of_base = {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
+        change = change_of_base(base, self.config, self._as_loaded, of_base, folder)
         beside = change is not None and base_model is None if include_base is None else include_base
         if change is not None and not beside and base_model is None:
-            raise ValueError(
-                f"include_base=False would lose the base, which {self.config.base_model_name_or_path!r} does not name "
-                f"any more ({change}): leave it out, or name the base that others are to load (base_model=)."
-            )
-        heads = self.state_dict() if state_dict is None else state_dict
-        heads = {name: _plain(tensor) for name, tensor in heads.items() if name.startswith("drafter.")}
+            what = f"which {self.config.base_model_name_or_path!r} does not name any more ({change})"
+            raise ValueError(f"include_base=False would lose the base, {what}: leave it out, or give base_model=.")
+        state = self.state_dict() if state_dict is None else state_dict
+        heads = {name: _plain(tensor) for name, tensor in state.items() if name.startswith("drafter.")}
         nothing = not heads and not self.drafter.state_dict()  # copies alone; transformers' save empties `heads`
         if not heads and not nothing:
-            raise ValueError(
-                "state_dict= has no tensor of the heads: give the names of model.state_dict() (drafter.*)."
-            )
-        stored = self._stored_config(folder, beside, base_model)
+            raise ValueError("state_dict= has no tensor of the heads: give names of model.state_dict() (drafter.*).")
+        stored = self._stored_config(base, folder, beside, base_model)
         if (uploads := publisher()) is not None:
             _hub_upload().check_saved(stored, folder, uploads)
         with SAVING, replacing(folder, is_main_process) as new:
-            if beside or stored.base_adapters:
-                self._save_base(new / BASE_FOLDER, stored, is_main_process, _of_base(state_dict), kwargs)
+            if beside:
+                shards = {name: kwargs[name] for name in ("max_shard_size",) if name in kwargs}
+                _save_base(base, new / BASE_FOLDER, of_base, is_main_process=is_main_process, **shards)
+            if stored.base_adapters and is_main_process:
+                adapters.save_adapters(base, new / BASE_FOLDER, stored)
             saved: Any = altered(self, config=stored)
             how = {**kwargs, "state_dict": heads, "save_original_format": False}  # renamings are of the base's layers
             super(DraftHeadPreTrainedModel, saved).save_pretrained(new, is_main_process=is_main_process, **how)
@@ -136,12 +125,11 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             _hub_upload().check_training(self.config, uploads, being_trained or self.config.base_included)
         return super().train(mode)
 
-    def _stored_config(self, folder: Path, beside: bool, base_model: str | os.PathLike | None) -> DraftHeadConfig:
+    def _stored_config(self, base: Any, folder: Path, beside: bool, base_model: Any) -> DraftHeadConfig:
         """The config of a checkpoint in a folder, with the base beside the heads or named, by a new name if given."""
-        stored, base = copy.deepcopy(self.config), unwrapped(self.base)
+        stored, quantizer = copy.deepcopy(self.config), quantizer_of(base)
         former = stored.base_model_name_or_path
         name = BASE_FOLDER if beside else former if base_model is None else os.fspath(base_model)
-        quantizer = quantizer_of(base)
         here = quantizer is not None and not quantizer.pre_quantized and name == former
         stored.base_quantization = quantizer.quantization_config.to_dict() if here else None
         stored.base_adapters = adapters_of(base) or None
@@ -150,33 +138,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             name_base(stored, folder, {"base_model_name_or_path": name})
         stored.base_model_name_or_path, stored.base_included = portable(name, folder), beside
         return stored
-
-    def _save_base(
-        self,
-        folder: Path,
-        stored: DraftHeadConfig,
-        is_main_process: bool,
-        state: dict[str, Tensor],
-        how: dict[str, Any],
-    ) -> None:
-        """Write the base into a folder by its own class, where its config says that it lies there, and its adapters."""
-        base = self._adapted_base()
-        if stored.base_included:
-            quantizer, plain_base = quantizer_of(base), plain(base)
-            shards = {name: how[name] for name in ("max_shard_size",) if name in how}
-            if getattr(quantizer, "pre_quantized", False):
-                shards["save_original_format"] = False  # transformers cannot undo what it did to those of bitsandbytes
-            if plain_base is base and state:  # else by names of adapted layers
-                shards["state_dict"] = state
-            # its own class is told of no adapters
-            alone = altered(plain_base, hf_quantizer=quantizer, _hf_peft_config_loaded=False)
-            advice = "save it yourself, and name it (include_base=False, base_model=)."
-            with refusing(ValueError, "the base cannot be saved beside its heads", advice, but=OSError):
-                alone.save_pretrained(folder, is_main_process=is_main_process, **shards)
-        if stored.base_adapters and is_main_process:
-            of = stored.base_model_name_or_path
-            elsewhere = of is not None and not stored.base_included and not is_local(of, folder.parent)
-            save_adapters(base, folder, of if elsewhere else None, stored.base_model_revision)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in torch; a Trainer that goes on from a checkpoint gets its base back as well, where it was saved."""
@@ -206,24 +167,23 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
             ValueError: the adapter is not one for this model, or the base has one of this name.
         """
         trainable = bool(kwargs.pop("is_trainable", False))
-        hub = dict(kwargs.pop("adapter_kwargs", None) or {}) | kwargs
+        hub, path = dict(kwargs.pop("adapter_kwargs", None) or {}) | kwargs, os.fspath(peft_model_id)
         if unknown := set(hub) - PLACE_ARGUMENTS:
             raise TypeError(f"load_adapter was given {min(unknown)}: give the adapter, and its name alone.")
-        folder = find_adapter(os.fspath(peft_model_id), hub)
-        if folder is None:
-            raise OSError(f"there is no adapter at {os.fspath(peft_model_id)!r}: expected a folder or Hub id of one.")
+        if (folder := adapters.find_adapter(path, hub)) is None:
+            raise OSError(f"there is no adapter at {path!r}: expected a folder or Hub id of one.")
         base = self._adapted_base()
         if adapter_name in adapters_of(base):
             raise ValueError(f"the base has an adapter {adapter_name!r} already: give the new one another name.")
-        load_adapter(base, folder, adapter_name, trainable)
+        adapters.load_adapter(base, folder, adapter_name, trainable)
 
     def add_adapter(self, adapter_config: Any, adapter_name: str = "default") -> None:
         """Put a new adapter of a PEFT config on the base."""
-        add_adapter(self._adapted_base(), adapter_config, adapter_name)
+        adapters.add_adapter(self._adapted_base(), adapter_config, adapter_name)
 
     def _adapted_base(self) -> Any:
         """The base, which knows of the adapters in its layers, also of those that came by way of this model."""
-        base = unwrapped(self.base)
+        base = adapters.unwrapped(self.base)
         if not adapters_of(base):
             base.__dict__.pop("peft_config", None)
             base._hf_peft_config_loaded = False
@@ -265,7 +225,6 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor | None = None,
         training_loss: Callable[..., Any] | None = None,
-        cache: Any = None,
         **kwargs: Any,
     ) -> Any:
         """The base's own forward: the heads take no part in it; but in training mode labels train the heads.
@@ -276,27 +235,23 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         Args:
             training_loss: return `training_loss(model, **kwargs)` instead. A Trainer asks for the heads' loss through
                 this, because what wraps a model to distribute it only sees calls of `forward`.
-            cache, past_key_values: two names of one argument; the base is given the one that its release knows.
+            past_key_values: or `cache`; the base is given the name that its release knows.
         """
         if training_loss is not None:
             return training_loss(self, **kwargs)
-        if labels is not None and self.training:
-            others = with_cache(CACHE, {"past_key_values": past_key_values, "cache": cache, **kwargs})
-            return self.heads_output(
-                input_ids, labels, attention_mask, position_ids, inputs_embeds=inputs_embeds, **others
-            )
-        self._refuse_loss_of_others()
         arguments = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "past_key_values": past_key_values,
-            "cache": cache,
             "inputs_embeds": inputs_embeds,
             "labels": labels,
             "logits_to_keep": logits_to_keep,
             **kwargs,
         }
+        if labels is not None and self.training:
+            return self.heads_output(**with_cache(CACHE, arguments))
+        self._refuse_loss_of_others()
         # Not every base knows every argument: pass on only what was given.
         named = with_cache(cache_argument(self.base.forward) or CACHE, arguments)
         return self.base(**{name: value for name, value in named.items() if value is not None})
@@ -328,17 +283,15 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         Raises:
             ValueError: these heads cannot learn here, in one line.
         """
-        counts: dict[str, float] = _learning().learn_from(self, prompts, answers, **settings)
-        return counts
+        return dict(_learning().learn_from(self, prompts, answers, **settings))
 
     def _refuse_loss_of_others(self) -> None:
         """A trainer may put its own forward before ours, and ask for the output of a base that is frozen."""
         wrapped = self.training and "forward" in self.__dict__ and torch.is_grad_enabled()
         if wrapped and not any(parameter.requires_grad for parameter in self.base.parameters()):
-            raise ValueError(
-                "the trainer computes a loss of its own from the base's output, which teaches the heads nothing: let "
-                "the model do it (in an SFTTrainer: compute_loss = Trainer.compute_loss), or use DraftHeadTrainer."
-            )
+            what = "the trainer computes a loss of its own from the base's output, which teaches the heads nothing"
+            advice = "(in an SFTTrainer: compute_loss = Trainer.compute_loss), or use DraftHeadTrainer"
+            raise ValueError(f"{what}: let the model do it {advice}.")
 
     def set_attn_implementation(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, for the base and for decoder layers of the heads."""
@@ -357,9 +310,17 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
         return embeddings
 
 
-def _of_base(state_dict: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-    """What is the base's in the state of a whole model."""
-    return {name[5:]: tensor for name, tensor in (state_dict or {}).items() if name.startswith("base.")}
+def _save_base(base: Any, folder: Path, state: dict[str, Tensor], **how: Any) -> None:
+    """Write a base, without its adapters, into a folder by its own class."""
+    quantizer, alone = quantizer_of(base), adapters.plain(base)
+    if getattr(quantizer, "pre_quantized", False):
+        how["save_original_format"] = False  # transformers cannot undo what it did to those of bitsandbytes
+    if alone is base and state:  # else by names of adapted layers
+        how["state_dict"] = state
+    told_of_none = altered(alone, hf_quantizer=quantizer, _hf_peft_config_loaded=False)
+    advice = "save it yourself, and name it (include_base=False, base_model=)."
+    with refusing(ValueError, "the base cannot be saved beside its heads", advice, but=OSError):
+        told_of_none.save_pretrained(folder, **how)
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -25,13 +25,12 @@ from hf_drafthead.bases.releases import writing_layers
 from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import commit_of, full_name
+from hf_drafthead.modeling.base_model import HUB_ARGUMENTS, commit_of
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import next_level
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.files import refusing
+from hf_drafthead.modeling.files import full_name, refusing
 from hf_drafthead.modeling.layers import copy_if_as_wide, llama_like
-from hf_drafthead.modeling.loading import HUB_ARGUMENTS
 
 WithDraftModel = TypeVar("WithDraftModel", bound="DraftModelForCausalLM")
 
@@ -277,8 +276,8 @@ class DraftModelForCausalLM(DraftHeadPreTrainedModel):
             fields["draft_config"] = draft
         elif isinstance(draft, nn.Module):
             loaded = draft
-            name = getattr(loaded.config, "_name_or_path", "") or None
-            fields = {"draft_config": loaded.config, "draft_model_name_or_path": full_name(name) if name else None}
+            name = full_name(getattr(loaded.config, "_name_or_path", ""))
+            fields = {"draft_config": loaded.config, "draft_model_name_or_path": name or None}
         elif draft is not None:
             name = os.fspath(draft)
             where, advice = (

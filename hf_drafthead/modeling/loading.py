@@ -4,33 +4,34 @@ import copy
 import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers.auto import AutoQuantizationConfig
-from transformers.utils import logging
+from transformers.utils import GENERATION_CONFIG_NAME, logging
 
 from hf_drafthead.bases.releases import keep_picklable
 from hf_drafthead.exactness import exact as make_exact
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
 from hf_drafthead.generation.settings import DEFAULT_TREE, DraftSettings
-from hf_drafthead.generation.tree import LOOKUP
+from hf_drafthead.generation.tree import LOOKUP, resolve
+from hf_drafthead.modeling import files
 from hf_drafthead.modeling.adapters import activate, find_adapter, load_adapter
 from hf_drafthead.modeling.base_model import (
-    AsLoaded,
+    GIVE_BASE,
+    PLACE_ARGUMENTS,
     auto_class,
     fingerprint,
     last_layer,
     load_base,
-    locate_base,
     name_base,
     width_of,
 )
-from hf_drafthead.modeling.checkpoint import check_tensors, read_generation_settings, read_heads_config, read_tensors
-from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig
+from hf_drafthead.modeling.config import BASE_FOLDER, MODEL_TYPE_PREFIX, DraftHeadConfig, HeadsGenerationConfig
 from hf_drafthead.modeling.drafter import Drafter
 from hf_drafthead.modeling.files import refusing, shortened
 from hf_drafthead.modeling.layers import Undrawn, share_start
@@ -40,9 +41,9 @@ logger = logging.get_logger(__name__)
 LoadedModel = TypeVar("LoadedModel", bound="LoadableModel")
 
 LARGE_PROJECTIONS = 1 << 24  # parameters from which heads' own projections may be shared instead
-FOUND_BY_CALLS = {"_readers"}  # attributes
-HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", "token"}  # of every download
-PLACE_ARGUMENTS = HUB_ARGUMENTS | {"revision", "subfolder"}
+GIVE_CHECKPOINT = "give the folder of a draft-head checkpoint, or its id on the Hub"
+IN_ANOTHER_LAYOUT = "if these are heads in another project's layout, give convert=True, or convert them once with "
+IN_ANOTHER_LAYOUT += "`hf-drafthead convert`"
 # What says how a base is computed with, which AutoModel puts into the config of the heads.
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
@@ -53,20 +54,18 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     config: DraftHeadConfig
     drafter_class: ClassVar[type[Drafter]]
     checkpoint_revision: str | None = None
-    _as_loaded: AsLoaded | None = None  # what the base was; None if it was never loaded
+    _as_loaded: Any = None  # what the base was, see `fingerprint`; None if it was never loaded
 
     def __init__(self, config: DraftHeadConfig, build_base: bool = True) -> None:
         if not isinstance(config.base_config, PreTrainedConfig):
-            raise ValueError(
-                f"{type(config).__name__} has no base_config: give it the config of the base, or use "
-                f"{type(self).__name__}.from_base(...)."
-            )
+            what = f"{type(config).__name__} has no base_config: give it the config of the base"
+            raise ValueError(f"{what}, or use {type(self).__name__}.from_base(...).")
         self._refuse_other_family(config)
         super().__init__(config)
         # The base comes first: device and dtype of the model are those of its first parameter.
         self.register_module("base", None)
         if build_base:
-            self.base = _fresh_base(config.base_config)
+            self.base = _kind_of(config.base_config).from_config(copy.deepcopy(config.base_config))
             config.last_hidden_size = width_of(self.base)
         self.drafter = self.drafter_class(config)
         self.post_init()
@@ -109,8 +108,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         family_fields = cls.config_class.heads_fields()
         config_fields = {name: getattr(config, name) for name in family_fields} if config is not None else {}
         config_fields |= {name: kwargs.pop(name) for name in cls.config_class.own_fields() & set(kwargs)}
-        hub = {key: kwargs.pop(key) for key in (HUB_ARGUMENTS | {"subfolder"}) & set(kwargs)}
-        loaded, origin = load_base(base, {**hub, "revision": base_revision}, kwargs)
+        loaded, origin = load_base(base, dict(revision=base_revision, **kwargs))  # a second revision raises
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         origin["last_hidden_size"] = width_of(loaded)
@@ -122,10 +120,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model = cls(heads_config, build_base=False)
         model.attach(loaded)
         if (width := model.drafter.output.width) not in (None, model.config.width):
-            raise ValueError(
-                f"the lm_head of {type(loaded).__name__} reads states of {model.config.width} values, but its decoder "
-                f"gives {width}: draft heads need a base in which these are the same."
-            )
+            what = f"the lm_head of {type(loaded).__name__} reads states of {model.config.width} values"
+            raise ValueError(f"{what}, but its decoder gives {width}: draft heads need a base with one width of both.")
         model.drafter.copy_from_base()
         share_start(model.drafter, loaded)
         loaded.requires_grad_(False)
@@ -154,10 +150,8 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     @classmethod
     def _refuse_other_family(cls, config: DraftHeadConfig) -> None:
         if not isinstance(config, cls.config_class):
-            raise TypeError(
-                f"config is a {type(config).__name__}, but {cls.__name__} is configured by a "
-                f"{cls.config_class.__name__}: give one of these, or use the model class of that family."
-            )
+            what = f"config is a {type(config).__name__}, but {cls.__name__} is configured by a"
+            raise TypeError(f"{what} {cls.config_class.__name__}: give one of these, or use the class of that family.")
 
     def attach(self, base: Any) -> None:
         """Make `base` this model's base, and put the drafter where the base's last layer is."""
@@ -181,7 +175,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but what calls have found out about the base, as a copy does by itself."""
         keep_picklable(self)
-        return {name: value for name, value in self.__dict__.items() if name not in FOUND_BY_CALLS}
+        return {name: value for name, value in self.__dict__.items() if name != "_readers"}
 
     def _take_generation_config(self, stored: Mapping[str, Any]) -> None:
         """Generate as the base does, with what is stored with the heads on top."""
@@ -237,7 +231,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
             raise TypeError("state_dict= is not taken: load the heads, then model.load_state_dict(...).")
         path = os.fspath(pretrained_model_name_or_path)
         hub = {key: value for key in PLACE_ARGUMENTS & set(kwargs) if (value := kwargs.pop(key)) is not None}
-        from_auto = {key: kwargs.pop(key, None) for key in ("_from_auto", "_from_pipeline", "adapter_kwargs")}
+        of_both = dict(kwargs.pop("adapter_kwargs", None) or {})  # of transformers, which looked for one with the heads
         if isinstance(pieces := kwargs.get("device_map"), dict):  # of the whole model
             of_base = {f".{name}".removeprefix(".base").lstrip("."): place for name, place in pieces.items()}
             kwargs["device_map"] = {name: place for name, place in of_base.items() if name != "drafter"}
@@ -250,19 +244,19 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
                 cls, path, base_model=base_model, base_revision=base_revision, fields=fields, hub=hub
             )
         else:
-            config = read_heads_config(path, hub, cls.config_class, config)
+            config = copy.deepcopy(config) or read_heads_config(path, hub, cls.config_class)
             settings = read_generation_settings(path, hub)
         for name in IMPLEMENTATIONS:
             if (choice := getattr(config, f"_{name}")) is not None:
                 kwargs[name] = choice
             setattr(config, f"_{name}", None)
         # What lies beside the weights is read before the base is, which may take minutes.
-        model, inside = cls._heads_alone(path, cast(DraftHeadConfig, config), tensors, hub)
+        model, inside = cls._heads_alone(path, config, tensors or files.read_tensors(path, hub))
         model.name_or_path = model.config.name_or_path = path
         if inside and base_model is None:
             base = model._from_inside(inside, settings, kwargs)
         else:
-            base = model._take_base(path, base_model, base_revision, hub, kwargs)
+            base = model._take_base(base_model, base_revision, hub, kwargs)
         for note in compare(base) if convert else ():
             logger.warning_once(f"{path!r}: {note}")
         model.attach(base)
@@ -274,29 +268,20 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         model._as_loaded = fingerprint(base, model.config)
         model._take_adapters(path, hub, live)
         if not convert:
-            of_both = dict(from_auto["adapter_kwargs"] or {})  # of transformers, which looked for one with the heads
             if folder := find_adapter(of_both.pop("_adapter_model_path", None) or path, {**hub, **of_both}):
                 model.load_adapter(folder)
         model.checkpoint_revision = hub.get("revision")
         if generation_config is not None:
             model.generation_config = HeadsGenerationConfig.of(generation_config)
         model = make_exact(model) if exact else model
-        if not output_loading_info:
-            return model
-        return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+        nothing: Any = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"), frozenset())
+        return (model, nothing) if output_loading_info else model
 
     @classmethod
-    def _heads_alone(
-        cls: type[LoadedModel],
-        path: str,
-        config: DraftHeadConfig,
-        tensors: Mapping[str, Tensor] | None,
-        hub: Mapping[str, Any],
-    ) -> tuple[LoadedModel, dict[str, Tensor]]:
+    def _heads_alone(cls: type[LoadedModel], path: str, config: Any, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
         """The model without a base, and tensors of a base that lie with the heads, as earlier releases wrote them."""
-        tensors = dict(read_tensors(path, hub) if tensors is None else tensors)
         of_base = [name for name in tensors if name.startswith("base.")] if config.base_included else ()
-        inside = {name: tensors.pop(name) for name in of_base}
+        inside = {name.removeprefix("base."): tensors.pop(name) for name in of_base}
         with _building(path), Undrawn():  # memory that nothing is written to
             model = cls(config, build_base=False)
         tied = model.all_tied_weights_keys.items()  # a checkpoint holds such weights once
@@ -312,51 +297,44 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         with _building(path), torch.device("meta"):
             return cls(config, build_base=False)
 
-    def _take_base(
-        self,
-        path: str,
-        chosen: str | os.PathLike | nn.Module | None,
-        revision: str | None,
-        hub: Mapping[str, Any],
-        arguments: Mapping[str, Any],
-    ) -> Any:
+    def _take_base(self, chosen: Any, revision: str | None, hub: Mapping[str, Any], arguments: dict[str, Any]) -> Any:
         """The base that these heads run on, checked against what they were trained for: the one that the user has
         chosen, the one beside them, or the one that the config names."""
-        config, inside, arguments = self.config, hub.get("subfolder"), dict(arguments)
+        config, path, inside = self.config, self.config.name_or_path, hub.get("subfolder")
         place = os.path.join(path, inside) if inside and os.path.isdir(path) else path
         beside = chosen is None and config.base_included
-        if beside and revision is not None:
-            raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
         if beside:
-            chosen, hub = path, {**hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER)))}
-            arguments["use_safetensors"] = True  # a pickle could run code
+            if revision is not None:
+                raise ValueError(f"{path!r} contains its own base: drop base_revision=.")
+            # a pickle could run code
+            where = {**hub, "subfolder": "/".join(filter(None, (inside, BASE_FOLDER))), "use_safetensors": True}
+            chosen = path
+        elif chosen is not None:
+            where = {**hub, "revision": revision, "subfolder": None}
+        elif not (chosen := files.full_name(config.base_model_name_or_path or "", place)):
+            raise OSError(f"{path!r} does not say which base it was trained for: {GIVE_BASE}")
         else:
-            hub = {**hub, "revision": revision, "subfolder": None}
-        if chosen is None:
-            chosen = locate_base(config, place)
-            hub |= {"revision": revision or config.base_model_revision, "subfolder": config.base_subfolder}
-            arguments["gguf_file"] = arguments.get("gguf_file") or config.base_gguf_file
+            where = {**hub, "revision": revision or config.base_model_revision, "subfolder": config.base_subfolder}
+            where["gguf_file"] = arguments.get("gguf_file") or config.base_gguf_file
             if config.base_quantization is not None and "quantization_config" not in arguments:
                 advice = "correct it, or give quantization_config=, None for the base as published."
                 with refusing(ValueError, "base_quantization of config.json cannot be used", advice):
-                    arguments["quantization_config"] = AutoQuantizationConfig.from_dict(config.base_quantization)
-        base, origin = load_base(chosen, hub, arguments, checkpoint=place, config=config)
+                    where["quantization_config"] = AutoQuantizationConfig.from_dict(config.base_quantization)
+        base, origin = load_base(chosen, {**arguments, **where}, config)
         new_name = origin["base_model_name_or_path"] != config.base_model_name_or_path
         if not beside and (new_name or not isinstance(chosen, nn.Module)):  # a live one has no more than its name
             name_base(config, place, origin)
         config.base_included = beside
         return base
 
-    def _from_inside(self, tensors: Mapping[str, Tensor], settings: Mapping[str, Any], arguments: Any) -> Any:
+    def _from_inside(self, state: Mapping[str, Tensor], settings: Mapping[str, Any], arguments: Any) -> Any:
         """The base of which the tensors lie with the heads, as earlier releases wrote them, settings and all."""
-        path, state = self.config.name_or_path, {name[5:]: tensor for name, tensor in tensors.items()}
+        path, config = self.config.name_or_path, copy.deepcopy(self.config.base_config)
+        how = {"config": config, "state_dict": state, "output_loading_info": True, **arguments}
         with _building(path):
             with torch.device("meta"):
-                kind = type(_fresh_base(self.config.base_config))
-            config = copy.deepcopy(self.config.base_config)
-            base, info = kind.from_pretrained(
-                None, config=config, state_dict=state, **arguments, output_loading_info=True
-            )
+                kind = type(_kind_of(config).from_config(copy.deepcopy(config)))
+            base, info = kind.from_pretrained(None, **how)
         if wrong := sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])):
             raise ValueError(f"{path!r} does not fit its config: its base and {wrong[0]!r}: correct config.json.")
         of_base = {name: value for name, value in settings.items() if name not in DraftSettings.names()}
@@ -368,10 +346,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         config, older = self.config, self.config.adapter_name_or_path
         wanted = dict(config.base_adapters or ({"default": True} if older else {}))
         if wanted and live:
-            logger.warning_once(
-                f"these heads were trained on a base with the adapter {older or ', '.join(wanted)!r}, and the base "
-                "given has none: fewer guesses may be accepted; load it with model.load_adapter(...)."
-            )
+            what = f"these heads were trained on a base with the adapter {older or ', '.join(wanted)!r}"
+            advice = "fewer guesses may be accepted; load it with model.load_adapter(...)"
+            logger.warning_once(f"{what}, and the base given has none: {advice}.")
             return
         for name in wanted:
             folder = find_adapter(path, hub, older or os.path.join(BASE_FOLDER, name))
@@ -386,14 +363,68 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         config.base_adapters = config.adapter_name_or_path = config.adapter_revision = None
 
 
-def _fresh_base(config: PreTrainedConfig) -> Any:
-    """A base of this config, without weights that mean anything."""
+def _kind_of(config: PreTrainedConfig) -> Any:
+    """The class of transformers that makes a base of this config."""
     if (kind := auto_class(config)) is None:
-        raise ValueError(
-            f"base_config is of a {shortened.repr(config.model_type)} model, which is no causal language model of "
-            "transformers: a base with code of its own is loaded apart, with base_model=."
-        )
-    return kind.from_config(copy.deepcopy(config), trust_remote_code=False)
+        what = f"base_config is of a {shortened.repr(config.model_type)} model, which is no causal language model"
+        raise ValueError(f"{what} of transformers: a base with code of its own is loaded apart, with base_model=.")
+    return kind
+
+
+def read_heads_config(
+    path: str, hub: Mapping[str, Any] = files.NO_OPTIONS, family: type[DraftHeadConfig] = DraftHeadConfig
+) -> Any:
+    """The config of a checkpoint with draft heads of a family."""
+    # heads lie under the name of their owner on the Hub: a name without one is not asked for there
+    if files.is_missing_folder(path) or ("/" not in path and not os.path.isdir(path)):
+        raise OSError(f"there is no folder {path!r}: {GIVE_CHECKPOINT}.")
+    what, advice = f"{path!r} is no draft-head checkpoint", f"{GIVE_CHECKPOINT}; {IN_ANOTHER_LAYOUT}."
+    with refusing(OSError, what, advice, of=(OSError, files.HTTP_ERROR)):
+        fields, _ = DraftHeadConfig.get_config_dict(path, **hub)
+        if not fields:
+            raise OSError("there is no config.json, or it is empty")
+    model_type = str(fields.get("model_type"))
+    known = sorted(name for name in CONFIG_MAPPING if name.startswith(MODEL_TYPE_PREFIX))
+    wanted = known if family is DraftHeadConfig else [family.model_type]
+    if model_type in wanted:
+        config = CONFIG_MAPPING[model_type].from_dict(fields)
+        if family is DraftHeadConfig and config.base_config is None:
+            raise ValueError(f"{path!r} does not hold the config of its base: save it again, or correct config.json.")
+        return config
+    what = f"{path!r} holds {shortened.repr(model_type)} heads, expected {' or '.join(wanted)}"
+    advice = "load it with AutoModel; a newer hf_drafthead may know other families"
+    if not model_type.startswith(MODEL_TYPE_PREFIX):
+        what = f"{path!r} holds a {shortened.repr(model_type)} model without draft heads"
+        advice = f"{GIVE_CHECKPOINT}; to put new heads on a base use from_base; {IN_ANOTHER_LAYOUT}"
+    raise ValueError(f"{what}: {advice}.")
+
+
+def read_generation_settings(path: str, hub: Mapping[str, Any]) -> dict[str, Any]:
+    """What the checkpoint's generation config says, its draft tree checked; nothing if it has none."""
+    file = files.fetch_file(path, GENERATION_CONFIG_NAME, hub)
+    settings = files.read_json(file) if file else {}
+    if isinstance(settings.get("draft_tree"), (list, dict)):
+        resolve(settings["draft_tree"], None, 2**31)  # refuses a tree that no call of generate could use
+    return settings
+
+
+def check_tensors(path: str, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Compare the tensors of a checkpoint's drafter with tensors of the shapes and types that its config asks for."""
+    for name in [*expected, *sorted(set(tensors) - set(expected))]:
+        there, wanted = _form(tensors.get(name)), _form(expected.get(name))
+        if there != wanted:
+            has = f"has {shortened.repr(name)} as {there}" if name in tensors else f"lacks the tensor {name!r}"
+            advice = "save the checkpoint again, or correct config.json."
+            raise ValueError(f"{path!r} {has}, but its config asks for {wanted}: {advice}")
+
+
+def _form(tensor: Tensor | None) -> str:
+    """The kind of number, and the shape: all floating types of two bytes and more are converted into each other."""
+    if tensor is None:
+        return "none"
+    converted = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+    kind = "floating-point numbers" if converted else str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} {shortened.repr(list(tensor.shape))}"
 
 
 def _building(path: str) -> AbstractContextManager[None]:

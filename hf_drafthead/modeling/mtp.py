@@ -27,7 +27,7 @@ from transformers.utils import logging
 from hf_drafthead.bases.slots import ROOM, SlotCache
 from hf_drafthead.generation.state import Guesses, last_valid
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.checkpoint import check_tensors, is_missing_folder
+from hf_drafthead.modeling.base_model import HUB_ARGUMENTS, split_gguf
 from hf_drafthead.modeling.config import MAX_LAYERS, DraftHeadConfig
 from hf_drafthead.modeling.decoder_layer import (
     ChainKeys,
@@ -40,10 +40,9 @@ from hf_drafthead.modeling.decoder_layer import (
     windows_of,
 )
 from hf_drafthead.modeling.drafter import Drafter
-from hf_drafthead.modeling.files import read_ranking
-from hf_drafthead.modeling.gguf_files import split_gguf
+from hf_drafthead.modeling.files import is_missing_folder, read_ranking
 from hf_drafthead.modeling.layers import copy_if_as_wide
-from hf_drafthead.modeling.loading import HUB_ARGUMENTS, _formats
+from hf_drafthead.modeling.loading import _formats, check_tensors
 
 logger = logging.get_logger(__name__)
 

@@ -33,7 +33,7 @@ def restore_base(model: Any, folder: Path) -> None:
     base, saved = unwrapped(model.base), read_json(folder / "config.json")
     if saved.get("base_included") and getattr(base, "hf_quantizer", None) is None:  # else nothing of it was trained
         state = tensors_of(base)
-        fresh = tensors_of(load_base(str(folder / BASE_FOLDER), {}, {"dtype": base.dtype})[0])
+        fresh = tensors_of(load_base(str(folder / BASE_FOLDER), {"dtype": base.dtype})[0])
         if other := sorted(set(state) ^ set(fresh)):
             raise ValueError(
                 f"the base in {str(folder)!r} is another than the model's: {other[0]!r} is in one of them."

@@ -28,10 +28,9 @@ from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import DraftTree
 from hf_drafthead.modeling.adapters import merge_adapters
 from hf_drafthead.modeling.base import DraftHeadPreTrainedModel
-from hf_drafthead.modeling.base_model import last_layer
-from hf_drafthead.modeling.checkpoint import read_heads_config
+from hf_drafthead.modeling.base_model import last_layer, load_tokenizer
 from hf_drafthead.modeling.families import find_family, fresh_heads
-from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.modeling.loading import read_heads_config
 from hf_drafthead.training import distill, examples, record
 from hf_drafthead.training.arguments import JOINT, OBJECTIVE_WEIGHTS, QUICK_WIDTH, DraftHeadTrainingArguments
 from hf_drafthead.training.callbacks import Clock, agreed, duration, show_progress

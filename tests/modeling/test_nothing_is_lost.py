@@ -154,7 +154,7 @@ def test_what_was_saved_writes_the_text_of_what_was_saved(tmp_path, first):
 FAULTS = {
     "changes are not seen": ("hf_drafthead.modeling.base.change_of_base", lambda *_: None),
     "the base of a checkpoint is not restored": ("hf_drafthead.modeling.base.restore_base", lambda *_: None),
-    "adapters are not saved": ("hf_drafthead.modeling.base.save_adapters", lambda *_: None),
+    "adapters are not saved": ("hf_drafthead.modeling.adapters.save_adapters", lambda *_: None),
     "all adapters are active": ("hf_drafthead.modeling.loading.activate", lambda *_: None),
 }
 
