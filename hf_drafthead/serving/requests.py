@@ -76,11 +76,10 @@ class Refused(HTTPException):
         super().__init__(400, {"message": message, "param": field, "code": code})
 
 
-def checked(kind: TypeAdapter, body: Any) -> Object:
+def checked(kind: TypeAdapter, body: Any) -> Any:
     """The fields of an object that are not null; those that are unknown, or do not fit, are `Refused`."""
     try:
-        fitting: Object = kind.dump_python(kind.validate_python(body), exclude_none=True)
-        return fitting
+        return kind.dump_python(kind.validate_python(body), exclude_none=True)
     except ValidationError as error:
         of_types = [(len(each["loc"]), "unicode" in each["type"], each) for each in error.errors()]
         worst = max(of_types, key=lambda of_type: of_type[:2])[2]  # the type that fits best
@@ -108,7 +107,8 @@ def as_chat(body: Object) -> Object:
             case "function_call_output":
                 turn = {"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]}
             case "reasoning":
-                turn["reasoning_content"] = "".join(part["text"] for part in item.get("content", []))
+                said = item.get("summary", []) + item.get("content", [])
+                turn["reasoning_content"] = "".join(part["text"] for part in said)
             case _:
                 turn = {"role": item["role"], "content": item["content"]}
         last: Object = messages[-1] if messages else {"role": None}

@@ -230,8 +230,7 @@ def test_usage_says_what_was_drafted(writer):
     usage = post(writer, "completions", **PROMPT | {"max_tokens": 100, "n": 2})["usage"]
     after = writer.served.manager.metrics()
     assert usage["completion_tokens"] == 200 and usage["drafted_tokens"] >= usage["accepted_tokens"]
-    for name in ("drafted", "accepted"):
-        assert usage[f"{name}_tokens"] == after[name] - before[name]
+    assert all(usage[f"{name}_tokens"] == after[name] - before[name] for name in ("drafted", "accepted"))
     streamed = writer.post("/v1/completions", json=PROMPT | {"stream": True, "stream_options": {"include_usage": True}})
     last = events(streamed)[-1]
     assert last["usage"]["completion_tokens"] == 8 and last["choices"] == [] and streamed.text.endswith("[DONE]\n\n")
