@@ -14,7 +14,9 @@ import argparse
 import itertools
 import json
 import statistics
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import Guesses
 from hf_drafthead.modeling.prompt_lookup import LookupForCausalLM
-from hf_drafthead.trees.timing import StepClock, time_interleaved
+from hf_drafthead.trees.timing import time_interleaved
 
 RESULTS = Path(__file__).parent / "results" / "hybrid.json"
 NODES, RIGHT, CHOICES = 16, 3, 64
@@ -133,6 +135,16 @@ def build(fields: dict[str, Any]) -> PreTrainedModel:
     return base.eval()
 
 
+def noting(times: list[float]) -> Any:
+    """A streamer, or by its `put` an `on_step`, that notes when each step has ended."""
+    return SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
+
+
+def median_step(times: list[float]) -> float:
+    """Seconds of a step, of the times at which they ended."""
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
+
+
 def measure(name: str, repeats: int, tokens: int, compiled: bool) -> dict[str, Any]:
     """The cost of a step with `NODES` nodes on one base, in steps of the base as installed and, if asked, compiled."""
     base = build(SHAPES[name])
@@ -151,19 +163,20 @@ def measure(name: str, repeats: int, tokens: int, compiled: bool) -> dict[str, A
 
     def of_base(label: str, **how: Any) -> Any:
         def run() -> Tensor:
-            clock = StepClock()
-            output = with_room(base.generate)(**call, **how, streamer=clock)
-            clocks.setdefault(label, []).append(clock.figures(1)[0])
+            times: list[float] = []
+            output = with_room(base.generate)(**call, **how, streamer=noting(times))
+            clocks.setdefault(label, []).append(median_step(times[1:]))  # a streamer is shown the prompt first
             return output
 
         return run
 
     def drafted(label: str, **how: Any) -> Any:
         def run() -> Tensor:
-            clock = StepClock()
-            output = model.generate(**call, **how, draft_tree=tree, on_step=clock.put, return_dict_in_generate=True)
+            times: list[float] = []
+            noted = {"on_step": noting(times).put, "return_dict_in_generate": True}
+            output = model.generate(**call, **how, draft_tree=tree, **noted)
             assert output.accepted_lengths is not None, model.why_no_drafts()
-            clocks.setdefault(label, []).append(clock.figures()[0])
+            clocks.setdefault(label, []).append(median_step(times))
             steps[label] = output.accepted_lengths
             return output.sequences
 

@@ -28,12 +28,12 @@ from hf_drafthead.batching.tracker import OWN_THREAD
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import ANSWERS, TextIndex
 from hf_drafthead.generation.noise import RandomNumbers
-from hf_drafthead.generation.settings import DraftSettings
-from hf_drafthead.trees.choice import Plans
+from hf_drafthead.generation.settings import DraftSettings, Plans
 
 logger = logging.get_logger(__name__)
 
 SHARED = (*DraftSettings.names(), "lookup_texts")  # by all requests
+SLOTS, SLOTS_ON_CPU = 32, 8  # requests at once where nobody says; on a CPU each further token of a step costs
 LAST_STEP = 10.0  # seconds for which a process that ends waits for the thread
 STOPPED = "the manager was stopped: start() it again, or make a new one."
 FORKED = "the process was forked, and the thread that decodes is in the other one: start() the manager here."
@@ -96,8 +96,11 @@ class Manager(Scheduler):
         self._seeds = None if seed is None else torch.Generator().manual_seed(seed)
         looks_up = lookup_answers or lookup_texts is not None
         texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0) if looks_up else None
-        plans = Plans(model.eval(), generation_config, asked, wanted, draft_tree, texts)
-        super().__init__(model, plans, most_waiting or 0, longest_pause, texts if lookup_answers else None)
+        config, drafting, _ = model.eval()._merged_config(generation_config, {"use_cache": True}, draft_tree=draft_tree)
+        plans = Plans(model, config, drafting, draft_tree, config.prompt_lookup_num_tokens or None, texts)
+        most = SLOTS_ON_CPU if model.base.device.type == "cpu" else SLOTS
+        slots, answers = asked or min(wanted or most, most), texts if lookup_answers else None
+        super().__init__(model, plans, slots, most_waiting or 0, longest_pause, answers)
         self.background_thread_status = SimpleNamespace(fatal_error=None)  # of what the thread has died
         self._stopping: str | None = None  # "drain", or "cancel", after which no further step is taken
         self._stepping = threading.RLock()  # held by the thread within a step, and by others while they pause it
@@ -329,7 +332,7 @@ class Manager(Scheduler):
             logger.error(died[0].upper() + died[1:])
         try:
             with torch.inference_mode(inference):
-                self._fail_all(error)
+                self._recover(error, everybody=True)
         finally:
             atexit.unregister(self._end_with_process)
             with self._changed:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from hf_drafthead.bases.hooks import input_device
 from hf_drafthead.bases.releases import CACHE, GenerationOutput, RequestStatus, with_cache
 from hf_drafthead.generation.entry import Asked, begin
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
+from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import Member
 
 SHARE = 0.05  # of the newest request in the mean time to the first token
@@ -96,15 +97,16 @@ def arguments_of(model: Any, request: Request) -> tuple[torch.Tensor, dict[str, 
     return tokens, settings, settings.pop("streamer", None)
 
 
-def begin_request(model: Any, request: Request, **how: Any) -> Member:
-    """Prefill a request, which chooses its first token; Unsupported where it cannot share a batch. How: see `Asked`."""
+def begin_request(model: Any, request: Request, plan: DraftPlan, **how: Any) -> Member:
+    """Prefill a request, which chooses its first token; Unsupported where it cannot share a batch. how: see `Asked`."""
     tokens, settings, streamer = arguments_of(model, request)
     if settings.pop("custom_generate", None) is not None:
         raise Unsupported("custom_generate is given")
     config, drafting, settings = model._merged_config(
         settings.pop("generation_config", None), with_cache(CACHE, settings)
     )
-    asked = Asked(settings=drafting, streamer=streamer, random=request.random or NOTHING_DRAWN, **how)
+    random = request.random or NOTHING_DRAWN
+    asked = Asked(replace(plan, settings=drafting), streamer=streamer, random=random, **how)
     member: Member = begin(model, tokens, config.without("prompt_lookup_num_tokens"), asked, **settings)
     assert member.state is not None
     member.request = request

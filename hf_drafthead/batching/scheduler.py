@@ -19,9 +19,9 @@ from hf_drafthead.batching.tracker import RequestTracker
 from hf_drafthead.generation.batch import with_room
 from hf_drafthead.generation.lookup import LONGEST_GRAM, TextIndex
 from hf_drafthead.generation.rows import SharedBatch, refuse_training
+from hf_drafthead.generation.settings import Plans
 from hf_drafthead.generation.state import Member
 from hf_drafthead.generation.tree import ROOT_ALONE, copies_alone
-from hf_drafthead.trees.choice import Plans
 
 logger = logging.get_logger(__name__)
 
@@ -32,17 +32,17 @@ LEAST_PIECE = 128  # tokens of a prompt that are read at once
 class Scheduler(RequestTracker):
     """Lets requests join a batch, takes its steps, and ends requests.
 
-    _plans: how steps draft; _longest_pause: see `Manager`; _answers: where texts are put that were answered, to be
+    _plans: how steps may draft; _longest_pause: see `Manager`; _answers: where texts are put that were answered, to be
     copied from, None for nowhere; slots: as planned, fewer once memory was short; _batch: of those that run, None
     before the first; _aside: those that join it before others, for they were begun or had to leave it.
     """
 
     def __init__(
-        self, model: Any, plans: Plans, most_waiting: int, longest_pause: float, answers: TextIndex | None = None
+        self, model: Any, plans: Plans, slots: int, most_waiting: int, pause: float, answers: TextIndex | None = None
     ):
         super().__init__(most_waiting)
         self.model, self._plans, self._answers = model, plans, answers
-        self.slots, self._longest_pause = plans.slots, longest_pause
+        self.slots, self._longest_pause = slots, pause
         self._figures = Metrics()
         self._batch: SharedBatch | None = None
         self._aside: deque[Member] = deque()
@@ -69,17 +69,6 @@ class Scheduler(RequestTracker):
         if self.learner is not None:
             self.learner.between(time.perf_counter() - began, idle=not self._has_work)
 
-    def _fail_all(self, error: BaseException) -> None:
-        """End all requests that are left; there are none where the queue was drained."""
-        self._aside.clear()
-        if self._batch is not None:
-            self._batch.close()
-        with self._changed:
-            self._waiting.clear()
-            left = [*self._known.values()]
-        for request in left:
-            self._end(request, error)
-
     def _prepared(self) -> SharedBatch | None:
         """The batch, begun anew where the base or the heads have changed and nobody runs; None where nothing drafts."""
         batch = self._batch
@@ -88,7 +77,6 @@ class Scheduler(RequestTracker):
         try:
             reader = self.model._base_reader()
             if batch is None or batch.reader is not reader or batch.model.drafter is not batch.drafter:
-                self._plans.renew(reader)
                 self._batch = SharedBatch(self.model, reader, self._plans, self.slots)
         except Unsupported:
             self._batch = None
@@ -106,7 +94,7 @@ class Scheduler(RequestTracker):
         batch = self._prepared()
         if batch is None:
             return
-        plan = self._plans.largest
+        plan = batch.plan
         if self._plans.execution.name == "eager" or batch.running:
             return
         alone = plan.sizes or (copies_alone(plan.tree) and input_device(self.model.base).type == "cpu")
@@ -120,7 +108,7 @@ class Scheduler(RequestTracker):
         }
         request = Request("", probe_tokens(self.model.base)[:2].tolist(), settings)
         try:
-            batch.join(begin_request(self.model, request, plan=plan, joins=batch.reader))
+            batch.join(begin_request(self.model, request, plan, joins=batch.reader))
             for tree in steps:
                 if batch.state is not None and not batch.running[0].has_ended(batch.state):
                     batch.step(tree)
@@ -162,9 +150,9 @@ class Scheduler(RequestTracker):
             how: dict[str, Any] = {"joins": batch.reader, "begun": batch.beginning(request.prompt, weights)}
             if batch.running:
                 rows = len(batch.running)
-                piece = int(self._longest_pause * rows * self._plans(rows).tree.num_nodes)
+                piece = int(self._longest_pause * rows * batch.plan_of(rows).tree.num_nodes)
                 how |= {"piece": max(piece, LEAST_PIECE), "between": functools.partial(self._between, batch, request)}
-            request.member = member = begin_request(self.model, request, plan=self._plans.largest, **how)
+            request.member = member = begin_request(self.model, request, batch.plan, **how)
             member.weights = weights
         except Unsupported as reason:
             logger.warning_once(f"A request is decoded alone, and others wait for it: {reason}.")
@@ -185,7 +173,8 @@ class Scheduler(RequestTracker):
 
     def _between(self, batch: SharedBatch, request: Request) -> None:
         """Between two pieces of a prompt: a step of those that run; CancelledError where nobody waits for it."""
-        self._leave_cancelled(batch)
+        if self._cancelling:
+            self._end_cancelled()
         if request.cancelled:
             raise CancelledError
         self._step(batch)
@@ -250,17 +239,20 @@ class Scheduler(RequestTracker):
         for member in members:
             self._end(member.request, (short and error.__cause__) or error)
 
-    def _recover(self, error: BaseException) -> None:
+    def _recover(self, error: BaseException, everybody: bool = False) -> None:
         """Behind an error of what all share: begin anew, without the requests that were begun, or else without the one
-        whose turn it is; where there is none, it is raised.
+        whose turn it is; where there is none, it is raised. Or without any, where `everybody` ends.
         """
         batch, self._batch = self._batch, None
         self._aside.clear()
         if batch is not None:
             batch.close()
         with self._changed:
-            left = [request for request in self._known.values() if request.status != RequestStatus.PENDING]
-        if not left:
+            if everybody:
+                self._waiting.clear()
+            begun = (request for request in self._known.values() if request.status != RequestStatus.PENDING)
+            left = [*(self._known.values() if everybody else begun)]
+        if not left and not everybody:
             if (waiting := self._next()) is None:
                 raise error
             left = [waiting]
@@ -279,10 +271,8 @@ class Scheduler(RequestTracker):
         for request in gone:
             self._end(request)
         if self._batch is not None:
-            self._leave_cancelled(self._batch)
-
-    def _leave_cancelled(self, batch: SharedBatch) -> None:
-        self._leave(batch, [member.rows.start for member in batch.running if member.request.cancelled])
+            running = self._batch.running
+            self._leave(self._batch, [member.rows.start for member in running if member.request.cancelled])
 
     def _leave(self, batch: SharedBatch, rows: list[int]) -> None:
         members = [batch.members[row] for row in rows]

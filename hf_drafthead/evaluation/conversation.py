@@ -1,7 +1,6 @@
 """A text continued piece by piece, with the depth of the guess that each piece was; a conversation of such texts."""
 
 import itertools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +12,8 @@ from hf_drafthead.evaluation.calls import BASE, HEADS, decoding_methods, encode,
 from hf_drafthead.evaluation.measurement import COPIED, tokens_per_step
 from hf_drafthead.evaluation.questions import chat_text, need_template
 from hf_drafthead.generation import StepRecord
+from hf_drafthead.generation.step import now
 from hf_drafthead.generation.tree import DraftTree
-from hf_drafthead.trees.timing import wait
 
 Piece = tuple[str, int]  # text, and the depth of the guess: 0 is the base's own token, COPIED one of the text before
 
@@ -52,11 +51,9 @@ def sample(
     pieces = Pieces(tokenizer, on_piece)
     if on_piece is not None:
         settings |= {"streamer": pieces, **({} if alone else {"on_step": pieces.note})}
-    wait(model.base.device)
-    start = time.perf_counter()
+    start = now(model.base.device)
     out: Any = decoding_methods(model, tokenizer, tree=tree)[BASE if alone else HEADS](inputs, settings)
-    wait(model.base.device)
-    seconds = time.perf_counter() - start
+    seconds = now(model.base.device) - start
     accepted = steps_of(out)
     tokens = getattr(out, "sequences", out)[0, inputs["input_ids"].shape[1] :].tolist()
     if on_piece is None:

@@ -9,11 +9,10 @@ from transformers.configuration_utils import PreTrainedConfig
 from hf_drafthead.cards.facts import size_of_heads, static_tree
 from hf_drafthead.data.texts import one_line
 from hf_drafthead.door import from_pretrained
-from hf_drafthead.generation.settings import DraftSettings
+from hf_drafthead.generation.settings import DraftSettings, Plans
 from hf_drafthead.modeling.base_model import load_tokenizer
 from hf_drafthead.modeling.config import DraftHeadConfig
 from hf_drafthead.modeling.loading import read_generation_settings, read_heads_config
-from hf_drafthead.trees.choice import Plans
 from hf_drafthead.trees.entries import device_name
 
 
@@ -100,12 +99,11 @@ def summarize(name: str) -> dict[str, Any]:
 
 def try_on_base(model: Any) -> dict[str, Any]:
     """Whether calls of `generate` draft with heads in eval mode, how, why not, and what base and heads take."""
-    why_not, plans = model.why_no_drafts(), Plans(model, None, slots=1)
-    if why_not is None:
-        plans.renew(model._base_reader())
+    why_not, (config, settings, _) = model.why_no_drafts(), model._merged_config(None, {"use_cache": True})
+    plans = Plans(model, config, settings, None, config.prompt_lookup_num_tokens or None)
     return {
         "drafts": why_not is None,
-        "plan": str(plans(1)) if why_not is None else None,
+        "plan": str(plans.choose(model._base_reader(), 1)) if why_not is None else None,
         "why_not": why_not,
         "base_parameters": sum(parameter.numel() for parameter in model.base.parameters()),
         "memory": sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()),

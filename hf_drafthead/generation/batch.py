@@ -35,7 +35,6 @@ from hf_drafthead.generation.state import (
     Candidates,
     DecodingState,
     Member,
-    Outcome,
     RowWalk,
     StepRecord,
     Verified,
@@ -100,7 +99,7 @@ class Batch:
         self.runner: Runner | None = None
         self.sizes: Any = None  # what the last steps say of how many nodes pay
         self.held: list[Arena] = []
-        self.launched: deque[Outcome] = deque()
+        self.launched: deque[Callable[[], StepRecord]] = deque()
         if only is not None and only.state is not None:
             self.begin(only.state, [only] * len(only.rows))
 
@@ -108,7 +107,6 @@ class Batch:
         """Go on from the state of these members."""
         self.state, self.members, self.device = state, members, state.rows.lengths.device
         self.tree, self.short = self.plan.tree, False
-        self.with_certain: dict[tuple[int, int], Tree] = {}  # trees with room for so many tokens that are certain
         rules = None if self.only is None else self.only.rules  # programs must know nothing of those that may join
         self.typical = rules is not None and self.plan.settings.acceptance == "typical" and bool(rules.config.do_sample)
         self.samples, self.padding, self.longest = True, 0, FAR
@@ -132,13 +130,13 @@ class Batch:
         DoesNotFit where there is no memory for so many rows; behind what the base raises nothing can go on."""
         state = self.state
         assert state is not None
-        state.pays = None
+        state.pays = state.certain = None
         tree = tree or self._next_tree(state)
         if not state.stuck and any(member.rules.grammar for member in self.running):
             tree = self._with_certain(tree, state)
         while True:
-            key = id(self.drafter), id(tree), self.device
-            stages = self.reader.stages.get(key) or stages_of(key, self.reader, self.drafter, tree)
+            key = id(self.drafter), tree, self.device
+            stages = self.reader.stages.get(key) or stages_of(key, self.reader, self.drafter)
             try:
                 self.fit(state, tree.max_depth + 1)
                 runs = stages if self.runner is None else self.runner.of(stages, len(state.lengths))
@@ -150,7 +148,7 @@ class Batch:
                 tree, state.pays = self._smaller(tree, short), None
         records = []
         while len(self.launched) > (self.ahead and self.runner is not None):
-            records.append(state.note(self.launched.popleft()))
+            records.append(self.launched.popleft()())
             for member in self.running:
                 member.take(state, records[-1])
         return records
@@ -172,17 +170,16 @@ class Batch:
 
     def _with_certain(self, tree: Tree, state: DecodingState) -> Tree:
         """The tree with room for what comes for certain, where a constraint says that something does."""
-        state.certain, paths = None, certain_paths(self.members, state, self.reader.vocabulary)
+        paths = certain_paths(self.running, state, self.reader.vocabulary)
         if paths is None or (self.runner is not None and self.execution.config is not None):  # compiled for each
             return tree
         slots = None if self.runner is None else rounded_up(self.tree.slots, SLOTS)
         found = tree_with(tree, paths, self.reader.vocabulary, slots)
         if found is None:
             return tree
-        kept: Tree = self.with_certain.setdefault((id(tree), found.certain), found)
         padded = [[*path[: found.certain], *[-1] * (found.certain - len(path))] for path in paths]
         state.certain = torch.tensor(padded, device=self.device)
-        return kept
+        return found
 
     def _smaller(self, tree: Tree, short: DoesNotFit) -> Tree:
         """The tree of this step and of all that follow, after one for which memory is short; DoesNotFit in a batch of
@@ -196,8 +193,8 @@ class Batch:
         self.tree, self.short = smaller(tree), True
         return self.tree
 
-    def take(self, state: DecodingState, stages: Stages, runs: Any) -> Outcome:
-        """Take a step from a state that has room for it; `runs` are the stages, or programs of them."""
+    def take(self, state: DecodingState, stages: Stages, runs: Any) -> Callable[[], StepRecord]:
+        """Take a step from a state that has room for it, by its stages or programs of them: what reads the outcome."""
         rows, limits, tree = state.rows, state.limits, stages.tree
         clock: Callable[[], float] = functools.partial(now, self.device) if self.timed else float
         times = [clock()]
@@ -215,7 +212,7 @@ class Batch:
         times.append(clock())
         seconds = {name: end - start for name, (start, end) in zip(STAGES, pairwise(times))} if self.timed else {}
         ready = torch.cuda.current_stream(walk.packed.device).record_event() if walk.packed.is_cuda else None
-        return Outcome(walk.packed, seconds, candidates.tokens.shape[1], ready)
+        return functools.partial(state.note, walk.packed, ready, candidates.tokens.shape[1], seconds)
 
     def tilts(self, state: DecodingState, depth: int) -> torch.Tensor | None:
         """How the noise with which the base will choose tilts the guesses (B, D, V); None where nobody samples.
@@ -329,24 +326,18 @@ class Batch:
         fits = cache.fixed == (runner is not None) and cache.nodes >= self.tree.slots
         fits = fits and longest + more <= state.rows.sequences.shape[1]
         if not fits or any(not need <= other.capacity <= most for other in state.caches):
-            self._reshape(state, depth, longest, need)
+            if runner is not None:
+                runner.reshape(state, depth, longest, need)
+            if self.runner is None:  # or there is no memory for programs
+                if state.rows.cache.fixed:  # memory of the call's own again, which no program works on
+                    state.keep(out_of_arena(state.rows) if self.held else state.rows, state.pending)
+                    for other in state.caches:
+                        other.fixed, other.extent = False, int(other.lengths.max())
+                capacity = need + min(self.longest - longest, max(STRETCH, longest // 8))
+                bucket = BUCKET if self.device.type == "cuda" else CAPACITY_BUCKET
+                fix(state, rounded_up(capacity, bucket), self.tree.slots, depth, self.padding, False, False)
         for other in state.caches if runner is None else ():  # a GPU does not say how far rows reach
             other.extent = min(other.extent, past - (other is cache))
-
-    def _reshape(self, state: DecodingState, depth: int, longest: int, need: int) -> None:
-        """Give all tensors shapes for the next stretch of text."""
-        if self.runner is not None:
-            self.runner.reshape(state, depth, longest, need)
-        if self.runner is not None:  # else there was no memory for programs
-            return
-        if state.rows.cache.fixed:  # memory of the call's own again, which no program works on
-            rows = out_of_arena(state.rows) if self.held else state.rows
-            for cache in rows.caches:
-                cache.fixed, cache.extent = False, int(cache.lengths.max())
-            state.keep(rows, state.pending)
-        capacity = need + min(self.longest - longest, max(STRETCH, longest // 8))
-        bucket = BUCKET if self.device.type == "cuda" else CAPACITY_BUCKET
-        fix(state, rounded_up(capacity, bucket), self.tree.slots, depth, self.padding, False, False)
 
     def close(self) -> None:
         """Let go of all memory; members that are still there are lost."""

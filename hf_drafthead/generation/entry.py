@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,11 +39,9 @@ from hf_drafthead.bases.releases import (
 )
 from hf_drafthead.bases.slots import BUCKET, SlotCache
 from hf_drafthead.bases.unusual_inputs import read_and_try
-from hf_drafthead.generation.lookup import TextIndex
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.rules import Rules
-from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import DraftPlan, DraftSettings
+from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import FAR, DecodingState, Limits, Member, Rows, Stream
 from hf_drafthead.generation.step import now
 
@@ -55,19 +53,15 @@ MOST_ENDS = 8  # end-of-sequence tokens: E is a multiple, so that most calls hav
 class Asked:
     """What a call asks for beside the arguments of the base's `generate`.
 
-    plan: of a call that names its tree; None where what was measured, and `settings`, choose one; copies: how many
-    tokens of the text each step copies, where the call asks for that; texts: others to copy from.
+    plan, choose: how it drafts, or what chooses that by its number of rows.
 
     Of one that is going to join a batch: joins: that one's reader; begun: caches that hold the beginning of this
     prompt, and a drafter's state behind it, which are taken over; piece: how many tokens are read at once; between:
     what is called in between.
     """
 
-    plan: DraftPlan | None = None
-    settings: DraftSettings = field(default_factory=DraftSettings)
-    copies: int | None = None
-    texts: TextIndex | None = None
-    execution: Execution = Execution("eager")
+    plan: DraftPlan | None
+    choose: Callable[[BaseReader, int], DraftPlan] | None = None
     streamer: BaseStreamer | None = None
     random: RandomNumbers = NOTHING_DRAWN
     timed: bool = False
@@ -115,11 +109,9 @@ def begin(
     cannot draft, or join others: nothing of the user's was given a token."""
     check_call(model.base, config, assistant_model, synced_gpus)
     reader = model._base_reader()
-    arguments |= {"generation_config": config, "synced_gpus": synced_gpus}
-    if config.stop_strings is None:
-        arguments["stopping_criteria"] = stopping_criteria
-    else:
-        arguments |= _stop_strings_as_criterion(config, stopping_criteria, arguments)
+    arguments |= {"generation_config": config, "synced_gpus": synced_gpus, "stopping_criteria": stopping_criteria}
+    if config.stop_strings is not None and arguments.get("tokenizer") is not None:
+        arguments |= _stop_strings_as_criterion(config, arguments)
     # with no names of ours, which a call could set
     loop = lambda *args, **call: then(_prefilled(model, reader, asked, *args, **call))  # noqa: E731
     return model.base.generate(inputs, custom_generate=loop, **arguments)
@@ -139,12 +131,8 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     given = getattr(past, "_is_user_defined", False)  # else the probe has looked at one as the base prepares it
     if past is None or given:
         _check_cache(past, reader, len(input_ids))
-    plan, settings = asked.plan, asked.settings
-    typical = config.do_sample and settings.acceptance == "typical"  # greedy decoding is exact with it
-    lookup = {"copies": asked.copies, "longest_match": config.max_matching_ngram_size, "texts": asked.texts}
-    if plan is None or asked.copies is not None:
-        plan = _trees().choose(model, reader, settings, len(input_ids), asked.execution, named=plan, **lookup)
-        asked.plan = plan
+    plan = asked.plan or asked.choose(reader, len(input_ids))  # type: ignore[misc]
+    typical = config.do_sample and plan.settings.acceptance == "typical"  # greedy decoding is exact with it
     if plan.base_decodes and not asked.timed:
         raise NothingPays(plan.why)
     mask = inputs.get("attention_mask")  # as long as the prompt and the past together, also where it was dropped
@@ -168,7 +156,7 @@ def _prefilled(model: Any, reader: BaseReader, asked: Asked, base: Any, input_id
     if reader.mixers and rules.overruns and (given or config.return_dict_in_generate):
         raise Unsupported("rows go on behind their ends without padding, and a state cannot go back", lasting=False)
     start = now(base.device) if asked.timed else 0.0
-    member = prefill(reader, drafter, input_ids, rules, inputs, asked)
+    member = prefill(reader, drafter, plan, input_ids, rules, inputs, asked)
     if asked.timed:
         member.prefilled_in = now(base.device) - start
     return member
@@ -182,13 +170,6 @@ def _check_cache(past: Any, reader: BaseReader, rows: int) -> None:
         raise Unsupported("the cache has no layers for the base's states", lasting=False)
     if (held := rows_of(past)) not in (None, rows):
         raise Unsupported(f"the cache holds {held} row(s), and the call has {rows}", lasting=False)
-
-
-def _trees() -> Any:
-    """The room where a tree is chosen, by what was measured with this one's steps; imported when it is asked for."""
-    from hf_drafthead import trees
-
-    return trees
 
 
 def _keep_text(inputs: dict[str, Any]) -> None:
@@ -221,27 +202,26 @@ def check_call(base, config: GenerationConfig, assistant_model, synced_gpus: boo
         raise Unsupported("several processes must stay in step")
 
 
-def _stop_strings_as_criterion(config: CallConfig, stopping_criteria, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _stop_strings_as_criterion(config: CallConfig, arguments: dict[str, Any]) -> dict[str, Any]:
     """Arguments with which `stop_strings` work: with a custom loop transformers loses the tokenizer on the way."""
-    tokenizer = kwargs.get("tokenizer")
-    if tokenizer is None:
-        raise ValueError(
-            f"stop_strings is {config.stop_strings!r}, but no tokenizer was given: pass tokenizer= to generate()."
-        )
-    criteria = StoppingCriteriaList(stopping_criteria or [])
+    criteria = StoppingCriteriaList(arguments["stopping_criteria"] or [])
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # else the caller's replaces it
-        criteria.insert(0, StopStringCriteria(tokenizer, config.stop_strings))
+        criteria.insert(0, StopStringCriteria(arguments["tokenizer"], config.stop_strings))
     return {"generation_config": config.without("stop_strings"), "stopping_criteria": criteria}
 
 
 def prefill(
-    reader: BaseReader, drafter: Any, input_ids: torch.Tensor, rules: Rules, inputs: dict[str, Any], asked: Asked
+    reader: BaseReader,
+    drafter: Any,
+    plan: DraftPlan,
+    input_ids: torch.Tensor,
+    rules: Rules,
+    inputs: dict[str, Any],
+    asked: Asked,
 ) -> Member:
     """Run the base over the prompt (B, P), or `inputs_embeds`, let it choose the first root, and show the prompt to the
     drafter. Unsupported where no tree can be verified with these inputs, or where they cannot stand among others."""
-    plan, past = asked.plan, inputs.pop(CACHE)
-    assert plan is not None
-    (batch, prompt_length), tree, joins = input_ids.shape, plan.tree, asked.joins is not None
+    past, tree, joins, (batch, prompt_length) = inputs.pop(CACHE), plan.tree, asked.joins is not None, input_ids.shape
     stream = None if asked.streamer is None else Stream(asked.streamer, rules)
     own_cache = bool(getattr(past, "_is_user_defined", False))
     cached_length = past_length(past) if own_cache else 0

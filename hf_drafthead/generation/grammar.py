@@ -20,6 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers import (
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -28,7 +29,7 @@ from transformers import (
 
 from hf_drafthead.bases.releases import CRITERIA_ON_DEVICE, SCORES_ONLY
 from hf_drafthead.generation.lookup import Copies, HeldTexts, suggested
-from hf_drafthead.generation.tree import DraftTree, DynamicTree, LookupTree, Tree
+from hf_drafthead.generation.tree import LookupTree, Tree
 
 SEVERAL, REFUSED = -1, -2  # in the place of a token: several are allowed; the base may raise, and ask no further row
 LENGTHS = (4, 8, 16)  # C: few, for each is a tree of its own
@@ -137,11 +138,11 @@ class Grammar:
 
 
 def certain_paths(members: Sequence[Any], state: Any, vocabulary: int) -> list[list[int]] | None:
-    """Of each row of a batch, the tokens that come for certain; None where there are none in any row."""
-    paths: list[list[int]] = [[] for _ in members]
-    for member in dict.fromkeys(members):
-        grammar = None if member is None or member.error is not None else member.rules.grammar
-        if grammar is not None:
+    """Of each row of a batch of these members, what comes for certain; None where there is nothing in any row."""
+    paths: list[list[int]] = [[] for _ in state.lengths]
+    for member in members:
+        grammar = member.rules.grammar
+        if grammar is not None and member.error is None:
             part = slice(member.rows.start, member.rows.stop)
             try:
                 rows = state.rows.sequences[part], state.lengths[part], state.ends[part]
@@ -153,29 +154,23 @@ def certain_paths(members: Sequence[Any], state: Any, vocabulary: int) -> list[l
 
 def tree_with(tree: Tree, paths: list[list[int]], vocabulary: int, slots: int | None) -> LookupTree | None:
     """The tree of a step with such paths in it; None where it would need more nodes than there are `slots`."""
+    around = tree if isinstance(tree, LookupTree) else LookupTree(tree, 0, 1, vocabulary)
     length = next(length for length in LENGTHS if length >= max(map(len, paths)))
-    if slots is not None:
-        length = min(length, slots - 1 - (tree.copies if isinstance(tree, LookupTree) else 0))
-    if length < 1:
-        return None
-    if isinstance(tree, LookupTree):
-        return replace(tree, certain=length)
-    assert isinstance(tree, (DraftTree, DynamicTree))
-    return LookupTree(tree, 0, 1, vocabulary, length)
+    length = length if slots is None else min(length, slots - 1 - around.copies)
+    return None if length < 1 else replace(around, certain=length)
 
 
 def copies_below(certain: torch.Tensor | None, tree: LookupTree, rows: Any, texts: HeldTexts | None) -> Copies:
     """The copies of a step: below what comes for certain (B, C), the text is looked up as it will be then."""
     if certain is None:
         return suggested(tree, rows.sequences, rows.lengths, texts)
-    (batch, length), device = certain.shape, certain.device
+    length, device = certain.shape[1], certain.device
     count = (certain >= 0).sum(1)  # (B,)
     path = certain.clamp(min=0)
     depth = torch.arange(length, device=device)
-    root = torch.zeros(batch, 1, dtype=torch.long, device=device)
     value = torch.where(certain >= 0, 0.0, -torch.inf)
     nodes = Copies(path, depth.expand_as(path), (1 + depth).expand_as(path), value)
-    nodes = Copies(*(torch.cat([root.to(part), part], dim=1) for part in nodes))
+    nodes = Copies(*(F.pad(part, (1, 0)) for part in nodes))
     if not tree.copies:
         return nodes
     places = rows.lengths[:, None] + depth

@@ -259,7 +259,7 @@ class TextIndex:
     @torch.inference_mode(False)
     def __init__(self, texts: Iterable[Sequence[int]] = (), capacity: int | None = None):
         texts = [[*text] for text in texts]
-        needed = _needed(texts)
+        needed = sum(len(text) + 1 for text in texts)  # one behind each
         if capacity is None:
             capacity = max(1 << (needed - 1).bit_length(), LEAST_CAPACITY) if needed else LEAST_CAPACITY
         if needed > capacity:
@@ -280,16 +280,8 @@ class TextIndex:
 
     @classmethod
     def of(cls, texts: Any, tokenizer: Any = None, more: int = 0) -> TextIndex | None:
-        """The index that a `lookup_texts` argument means: one, or a list of strings and token ids; None for none.
-
-        Args:
-            texts, tokenizer: see `generate`.
-            more: tokens beside the texts that a new index is to hold; with it there is one also without texts.
-
-        Raises:
-            TypeError: it is none of these.
-            ValueError: there are strings, and no tokenizer.
-        """
+        """The index that a `lookup_texts` argument means: one, or a list of strings and token ids; None for none. A new
+        one holds so many tokens `more`, and is made also without texts then."""
         if isinstance(texts, cls) or (texts is None and not more):
             return texts
         texts = () if texts is None else texts
@@ -305,7 +297,7 @@ class TextIndex:
             tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else _ids_of(text)
             for text in texts
         ]
-        return cls(ids, _needed(ids) + more if more else None)
+        return cls(ids, sum(len(text) + 1 for text in ids) + more if more else None)
 
     def on(self, device: torch.device) -> HeldTexts:
         """The texts on a device, where later ones will be put as well."""
@@ -346,11 +338,6 @@ class TextIndex:
             device = texts.places.device
             texts.earlier[number].index_copy_(0, ends[free].long().to(device), earlier[free].to(device))
             texts.places[number].index_copy_(0, hashes[last].to(device), ends[last].to(device))
-
-
-def _needed(texts: Sequence[Sequence[int]]) -> int:
-    """Places that texts take, with one behind each."""
-    return sum(len(text) + 1 for text in texts)
 
 
 def _ids_of(text: Any) -> list[int]:

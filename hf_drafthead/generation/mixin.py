@@ -25,16 +25,10 @@ from hf_drafthead.generation.entry import Asked, CallConfig, NothingPays, begin
 from hf_drafthead.generation.lookup import TextIndex, accepted_copies
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
-from hf_drafthead.generation.state import (
-    DecodingState,
-    DraftHeadGenerateOutput,
-    Member,
-    StepRecord,
-    guessed_among,
-)
+from hf_drafthead.generation.settings import AUTO, DraftSettings, Plans
+from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Member, StepRecord
 from hf_drafthead.generation.step import now
-from hf_drafthead.generation.tree import COPIES, LOOKUP, DraftTree, DynamicTree, LookupTree
+from hf_drafthead.generation.tree import LOOKUP, DraftTree, DynamicTree, LookupTree
 
 logger = logging.get_logger(__name__)
 
@@ -113,15 +107,13 @@ class DraftHeadGenerationMixin(GenerationMixin):
             generation_config, with_cache(CACHE, kwargs), draft_tree=named, acceptance=acceptance, **typical
         )
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
-        copies = config.prompt_lookup_num_tokens if looks_up else self.drafter.copies
+        copies = config.prompt_lookup_num_tokens if looks_up else None
         texts = None if lookup_texts is None else TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
-        copies = COPIES if copies is None and texts is not None else copies
-        # checked also where a measured tree comes before it
-        plan = None if settings.draft_tree == AUTO else settings.plan(*guessed_among(self))
+        plans = Plans(self, config, settings, draft_tree, copies, texts)
         if self.drafter.copies is not None or (
             isinstance(draft_tree, (str, list, tuple)) and draft_tree in (LOOKUP, [], ())
         ):
-            self._check_copies(settings, plan, copies)
+            self._check_copies(plans)
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
             "logits_processor": logits_processor,
@@ -134,11 +126,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             **kwargs,
         }
         asked = Asked(
-            plan=None if draft_tree in (None, AUTO) and self.drafter.copies is None else plan,
-            settings=settings,
-            copies=copies,
-            texts=texts,
-            execution=Execution.wanted(self, config),
+            plans.plan,
+            plans.choose,
             streamer=streamer,
             random=RandomNumbers() if config.do_sample else NOTHING_DRAWN,
             timed=on_step is not None,
@@ -146,7 +135,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         try:
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
-            decoded = functools.partial(decode, model=self, execution=asked.execution, on_step=on_step)
+            decoded = functools.partial(decode, model=self, execution=plans.execution, on_step=on_step)
             return begin(self, inputs, drafting, asked, decoded, **call)
         except Unsupported as reason:
             asked.random.undo()
@@ -195,30 +184,31 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """Generate for many prompts of any lengths, some at a time, see `batching.generate_batch`."""
         return _batching().generate_batch(self, inputs, *args, **kwargs)
 
-    def _check_copies(self, settings: DraftSettings, plan: DraftPlan | None, copies: int | None) -> None:
+    def _check_copies(self, plans: Any) -> None:
         """Refuse a tree of heads where there are none, and copies alone where none are asked for."""
-        if self.drafter.copies is not None and plan is not None and plan.tree.num_nodes > 1:
+        tree = plans.settings.draft_tree
+        if self.drafter.copies is not None and plans.named is not None and plans.named.tree.num_nodes > 1:
             raise ValueError(
-                f"draft_tree is {reprlib.repr(settings.draft_tree)}, but this model has no heads and guesses copies of "
+                f"draft_tree is {reprlib.repr(tree)}, but this model has no heads and guesses copies of "
                 "the text alone: leave it out, or put heads on the base."
             )
-        if copies is None:
+        if plans.copies is None:
             raise ValueError(
-                f"draft_tree is {settings.draft_tree!r}, which guesses copies of the text alone: give "
+                f"draft_tree is {tree!r}, which guesses copies of the text alone: give "
                 "prompt_lookup_num_tokens, or lookup_texts, too."
             )
 
     def why_no_drafts(self) -> str | None:
         """Why no call of `generate` can draft on this base, found out by a short one; None if calls can."""
-        short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None}
+        short = {"max_new_tokens": 2, "min_new_tokens": None, "stop_strings": None, "disable_compile": True}
         greedy = {"do_sample": False, "num_return_sequences": 1}
-        copies = self.drafter.copies
-        asked = Asked(DraftPlan(DraftTree([(0,)] if copies is None else [])), copies=copies)
+        tree = [[0]] if self.drafter.copies is None else LOOKUP
         try:
             self._base_reader()
-            config = self._merged_config(None, {**short, **greedy})[0].without("max_length")
-            decoded = functools.partial(decode, model=self, execution=asked.execution)
-            begin(self, probe_tokens(self.base)[None, :4], config, asked, decoded)
+            config, settings, _ = self._merged_config(None, {**short, **greedy}, draft_tree=tree)
+            plans = Plans(self, config := config.without("max_length"), settings, tree)
+            decoded = functools.partial(decode, model=self, execution=plans.execution)
+            begin(self, probe_tokens(self.base)[None, :4], config, Asked(plans.plan, plans.choose), decoded)
         except Unsupported as reason:
             return str(reason)
         except Exception as error:  # of heads that do not fit the base, or of the base itself

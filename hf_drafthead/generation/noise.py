@@ -63,12 +63,9 @@ class NoiseTape:
         """(B, D, V) noise of D positions from each row's first, once that of any position was drawn."""
         like = next(reversed(self.drawn.values()))
         rows = [[self.noise(first + more, like)[row] for more in range(depth)] for row, first in enumerate(firsts)]
+        # no row will ask for what lies before
+        self.states = {position: state for position, state in self.states.items() if position >= min(firsts)}
         return torch.stack([torch.stack(row) for row in rows])
-
-    def forget(self, position: int) -> None:
-        """No row will ask for what lies before this position."""
-        for earlier in [earlier for earlier in self.states if earlier < position]:
-            del self.states[earlier]
 
     def go_on(self, position: int, state: torch.Tensor) -> None:
         """Draw what comes from a position on from another state."""
@@ -152,7 +149,6 @@ class RandomNumbers:
         if not self.generators:
             yield
             return
-        at_once = at_once or not self.shared
         use, lent = Use(self.generators), list[bool]()
 
         def lend() -> None:
@@ -162,12 +158,10 @@ class RandomNumbers:
                 lent.append(True)
 
         try:
-            if at_once:
+            if at_once or not self.shared:
                 lend()
+            with contextlib.nullcontext() if lent else _Draws(lend):
                 yield
-            else:
-                with _Draws(lend):
-                    yield
         finally:
             with GENERATORS:
                 states = states_of(self.generators)

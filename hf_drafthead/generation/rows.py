@@ -116,13 +116,16 @@ class SharedBatch(Batch):
     """Calls of one row each, which were prefilled alone, join between two steps, and leave when they end.
 
     Steps that are eager run over the rows that are there. Compiled and recorded ones have fixed shapes: then all slots
-    are rows from the first call on, and an empty one is a row that has ended. `plans` says how steps of so many running
-    rows draft; slots: rows at most, fewer once memory was short.
+    are rows from the first call on, and an empty one is a row that has ended. plans: of which one is chosen for each
+    number of running rows, rounded up to a power of two; slots: rows at most, fewer once memory was short.
     """
 
     def __init__(self, model: Any, reader: BaseReader, plans: Any, slots: int):
-        super().__init__(model, reader, plans.largest, plans.execution)
-        self.plan_of, self.slots, self.placed = plans, slots, (model.base.dtype, model.base.device)
+        planned, fixed = functools.cache(functools.partial(plans.choose, reader)), plans.execution.name != "eager"
+        of_rows = [planned(slots if fixed else min(1 << rows.bit_length(), slots)) for rows in range(slots)]
+        super().__init__(model, reader, max(of_rows, key=lambda plan: plan.tree.num_nodes), plans.execution)
+        self.plan_of = lambda rows: of_rows[rows - 1]
+        self.slots, self.placed = slots, (model.base.dtype, model.base.device)
         self.positions = table_of_positions(model.base)  # that the base can embed; None where it has no table of them
 
     @torch.no_grad()

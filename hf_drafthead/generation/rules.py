@@ -137,7 +137,6 @@ class Rules:
             return torch.ones(self.batch_size, depth, vocabulary, device=self.device)
         firsts = [(lengths[row] if row in moving else latest) - self.prompt_length for row in range(len(lengths))]
         noise = tape.ahead(firsts, depth)
-        tape.forget(min(firsts))
         self.random.chosen(latest - self.prompt_length)
         return noise
 

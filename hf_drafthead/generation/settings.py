@@ -7,9 +7,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
+from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation.lookup import HeldTexts, TextIndex
-from hf_drafthead.generation.tree import LookupTree, Tree, resolve
+from hf_drafthead.generation.runner import Execution
+from hf_drafthead.generation.state import guessed_among
+from hf_drafthead.generation.tree import COPIES, LookupTree, Tree, resolve
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
 AUTO = "auto"  # draft, or do not draft for a while
@@ -34,17 +38,11 @@ class DraftSettings:
 
     def __post_init__(self) -> None:
         if self.acceptance not in ACCEPTANCES:
-            text = isinstance(self.acceptance, str)
-            kind = "" if text else f" ({type(self.acceptance).__name__})"
-            raise (ValueError if text else TypeError)(
-                f"acceptance is {self.acceptance!r}{kind}: expected one of {', '.join(map(repr, ACCEPTANCES))}."
-            )
+            raise ValueError(f"acceptance is {self.acceptance!r}: expected one of {', '.join(map(repr, ACCEPTANCES))}.")
         for name in ("posterior_threshold", "posterior_alpha"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"{name} is {value!r} ({type(value).__name__}): expected a number from 0 to 1.")
-            if not 0 <= value <= 1:
-                raise ValueError(f"{name} is {value}: expected a number from 0 to 1.")
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value!r}: expected a number from 0 to 1.")
         entries = self.calibration
         if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
             raise TypeError(
@@ -110,3 +108,41 @@ class DraftPlan:
     def texts_on(self, device: torch.device) -> HeldTexts | None:
         """The other texts on a device; None where there are none."""
         return None if self.texts is None else self.texts.on(device)
+
+
+class Plans:
+    """How calls of some settings draft.
+
+    named: the plan with the tree that `draft_tree` names, None where what was measured decides; copies: tokens that
+    each step copies from the text, as many as were calibrated where it is None and no tree is named; texts: others that
+    are copied from; plan: of all calls, None where one is to be chosen.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        config: GenerationConfig,
+        settings: DraftSettings,
+        draft_tree: Any,
+        copies: int | None = None,
+        texts: TextIndex | None = None,
+    ):
+        self.model, self.config, self.settings, self.texts = model, config, settings, texts
+        self.execution = Execution.wanted(model, config)
+        always = model.drafter.copies if texts is None or model.drafter.copies is not None else COPIES
+        self.copies = always if copies is None else copies
+        # checked also where a measured tree comes before it
+        plan = None if settings.draft_tree == AUTO else settings.plan(*guessed_among(model))
+        self.named = None if draft_tree in (None, AUTO) and model.drafter.copies is None else plan
+        self.plan = self.named if self.copies is None else None
+
+    def choose(self, reader: BaseReader, rows: int) -> DraftPlan:
+        """The plan of a call, or of steps, of so many rows; ValueError: an entry is damaged, or settings do not fit."""
+        return self.plan or _trees().choose(self, reader, rows)
+
+
+def _trees() -> Any:
+    """The room where a tree is chosen, by what was measured with this one's steps; imported when it is asked for."""
+    from hf_drafthead import trees
+
+    return trees

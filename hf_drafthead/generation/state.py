@@ -7,7 +7,7 @@ sequences, E end-of-sequence tokens, S steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -50,13 +50,9 @@ class Guesses(NamedTuple):
     sure: torch.Tensor | None = None
 
     def top(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k best guesses of every node: base token ids and the drafter's scores, (B, n or 1, k) each, best first. A
-        tilt (B, V) of `Rules.tilt` is added to the scores for the order, which is then that of q / E."""
-        if tilt is None:
-            scores, tokens = self.logits.topk(k)
-        else:
-            tokens = (self.logits + self._tilt(tilt)).topk(k).indices
-            scores = self.logits.gather(-1, tokens)
+        """The k best guesses of every node: base token ids and the drafter's scores, (B, n or 1, k) each, best first.
+        With a tilt (B, V) of `Rules.tilt`, which is added to the scores, their order is that of q / E."""
+        scores, tokens = (self.logits if tilt is None else self.logits + self._tilt(tilt)).topk(k)
         return (tokens if self.to_base is None else self.to_base.to(tokens.device)[tokens]), scores
 
     def likeliest(self, k: int, tilt: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,18 +152,6 @@ class Walk(NamedTuple):
     valid = property(lambda self: self.packed[:, 3])  # type: ignore[misc]
     tokens = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[0])  # type: ignore[misc]
     nodes = property(lambda self: self.packed[:, 4:].chunk(2, dim=1)[1])  # type: ignore[misc]
-
-
-class Outcome(NamedTuple):
-    """What a step kept, on its way to the host; on a GPU the next step can be launched meanwhile.
-
-    Of its walk, the seconds of its stages, the nodes of its tree, and the event of a GPU that has done it.
-    """
-
-    packed: torch.Tensor
-    seconds: dict[str, float]
-    drafted: int
-    ready: Any
 
 
 class Limits(NamedTuple):
@@ -275,13 +259,12 @@ class DecodingState:
             self.caches = rows.caches
         self.rows, self.pending = rows, pending
 
-    def note(self, outcome: Outcome) -> StepRecord:
-        """Read the outcome of a step, and remember what the host needs to know of it. Here the host waits."""
+    def note(self, packed: torch.Tensor, ready: Any, drafted: int, seconds: dict[str, float]) -> StepRecord:
+        """Read the walk of a step, which a GPU has done at an event, and remember it. Here the host waits."""
         self.counted, self.walked, self.lost, tokens = [], [], [], []
-        packed = outcome.packed
-        if outcome.ready is not None:  # on a GPU: wait for this step, and for none that was launched after it
+        if ready is not None:  # wait for this step, and for none that was launched after it
             with torch.cuda.stream(aside := torch.cuda.Stream(packed.device)):
-                aside.wait_event(outcome.ready)
+                aside.wait_event(ready)
                 packed = packed.cpu()
         for row, (count, _, end, valid, *walk) in enumerate(packed.tolist()):
             if not valid:
@@ -293,7 +276,7 @@ class DecodingState:
             self.walked.append(walk[len(walk) // 2 :][:count])
         self.steps += 1
         self.stuck = any(not walked and end is None for walked, end in zip(tokens, self.ends))
-        return StepRecord(self.steps, tokens, self.walked, self.counted, outcome.drafted, outcome.seconds)
+        return StepRecord(self.steps, tokens, self.walked, self.counted, drafted, seconds)
 
     def view(self, rows: range) -> DecodingState:
         """Some rows as the rules of their own call see them: tokens and lengths, and no cache of their own."""
@@ -301,14 +284,8 @@ class DecodingState:
             return self
         part = slice(rows.start, rows.stop)
         tensors = {name: getattr(self.rows, name)[part] for name in ("sequences", "lengths", "ends")}
-        return DecodingState(
-            rows=self.rows._replace(**tensors),
-            limits=self.limits,
-            last_position=self.last_position[part],
-            past_shift=self.past_shift,
-            lengths=self.lengths[part],
-            ends=self.ends[part],
-        )
+        on_host = {name: getattr(self, name)[part] for name in ("last_position", "lengths", "ends")}
+        return replace(self, rows=self.rows._replace(**tensors), **on_host)
 
 
 def running(lengths: list[int], ends: list[int | None], pads: bool) -> list[int]:

@@ -186,11 +186,11 @@ class Stages:
         return Rows(rows.sequences, lengths, ends, rows.position_shift, rows.visible, draft_state, rows.cache)
 
 
-def stages_of(key: tuple[int, int, torch.device], reader: BaseReader, drafter: Any, tree: Tree) -> Stages:
+def stages_of(key: tuple[int, Tree, torch.device], reader: BaseReader, drafter: Any) -> Stages:
     """The stages of steps with a tree, made and kept with the reader: by drafter, tree and device."""
     while len(reader.stages) >= MOST_STAGES:
         reader.stages.pop(next(iter(reader.stages)), None)
-    stages = reader.stages[key] = Stages.of(reader, drafter, tree, key[-1])
+    stages = reader.stages[key] = Stages.of(reader, drafter, *key[1:])
     return stages
 
 

@@ -96,8 +96,6 @@ class DraftTree:
         self._children: list[list[int]] = [[] for _ in self.parents]
         for child, parent in enumerate(self.parents[1:], start=1):
             self._children[parent].append(child)
-        self._topologies: dict[torch.device, Topology] = {}
-        self._levels: dict[torch.device, tuple[Level, ...]] = {}
 
     @property
     def max_rank(self) -> int:
@@ -113,17 +111,11 @@ class DraftTree:
         return self if self.max_depth <= max_depth else DraftTree(p for p in self.paths if len(p) <= max_depth)
 
     def topology(self, device: torch.device | str = "cpu") -> Topology:
-        """The tree as tensors on `device`, made once per device."""
-        device = torch.device(device)
-        if device not in self._topologies:
-            self._topologies[device] = Topology.of_numbers(self.parents, device)
-        return self._topologies[device]
+        """The tree as tensors on `device`."""
+        return Topology.of_numbers(self.parents, torch.device(device))
 
     def levels(self, device: torch.device | str = "cpu") -> tuple[Level, ...]:
-        """What the drafter is asked, level by level, as tensors on `device`, made once per device."""
-        device = torch.device(device)
-        if device in self._levels:
-            return self._levels[device]
+        """What the drafter is asked, level by level, as tensors on `device`."""
         levels: list[Level] = []
         tensor = functools.partial(torch.tensor, device=device)
         before = {0: 0}  # place of each node among those that the previous level expanded
@@ -136,8 +128,7 @@ class DraftTree:
             slots = tensor([place[self.parents[node]] for node in below])
             levels.append(Level(tensor(expanded), hang_on, slots, tensor(ranks), max(ranks) + 1))
             before = place
-        self._levels[device] = tuple(levels)
-        return self._levels[device]
+        return tuple(levels)
 
     def draw(self) -> str:
         """A text drawing; each line is the node's rank among its siblings."""
@@ -176,29 +167,6 @@ class DraftTree:
             )
         return cls(_tree_files()[name])
 
-    @classmethod
-    def resolve(
-        cls, tree: str | DraftTree | Iterable[Sequence[int]], max_depth: int | None, vocab_size: int
-    ) -> DraftTree:
-        """The tree of a published name, which is cut to the heads there are, or of rank paths, see `resolve`."""
-        if isinstance(tree, str):
-            resolved = cls.from_name(tree).cut(max_depth or MAX_DEPTH)
-        else:
-            resolved = tree if isinstance(tree, DraftTree) else cls(tree)
-        if max_depth is not None and resolved.max_depth > max_depth:
-            deepest = next(path for path in resolved.paths if len(path) > max_depth)
-            raise ValueError(
-                f"draft_tree has the node {_shown.repr(deepest)} at depth {len(deepest)}, but the model has "
-                f"{max_depth} draft heads: drop every path longer than {max_depth}."
-            )
-        if resolved.max_rank >= vocab_size:
-            path = next(path for path in resolved.paths if max(path) >= vocab_size)
-            raise ValueError(
-                f"draft_tree has the node {_shown.repr(path)} with rank {_shown.repr(max(path))}, but a vocabulary of "
-                f"{vocab_size} tokens has ranks 0 to {vocab_size - 1}: drop that node and all that start with it."
-            )
-        return resolved
-
     def __repr__(self) -> str:
         return f"DraftTree({self.num_nodes} nodes, depth {self.max_depth})"
 
@@ -217,8 +185,7 @@ class DynamicTree:
         width: nodes that are expanded at each level, and guesses that are taken from each.
 
     Raises:
-        TypeError: a number that is no whole number.
-        ValueError: one out of range, or more nodes than depth and width can fill.
+        ValueError: no whole number, one out of range, or more nodes than depth and width can fill.
     """
 
     nodes: int = 32
@@ -229,10 +196,8 @@ class DynamicTree:
         limits = {"nodes": (2, MAX_NODES), "depth": (1, MAX_DEPTH), "width": (1, MAX_NODES)}
         for name, (least, most) in limits.items():
             value = getattr(self, name)
-            if type(value) is not int:
-                raise TypeError(f"{name} of a dynamic tree is {value!r} ({type(value).__name__}): expected a number.")
-            if not least <= value <= most:
-                raise ValueError(f"{name} of a dynamic tree is {value}: expected {least} to {most:,}.")
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"{name} of a dynamic tree is {value!r}: expected {least} to {most:,}.")
         if self.made > MAX_MADE:
             raise ValueError(
                 f"a dynamic tree of depth {self.depth} and width {self.width} guesses {self.made:,} nodes in each "
@@ -309,9 +274,9 @@ def copies_alone(tree: Tree) -> TypeGuard[LookupTree]:
 def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
     """The tree that a `draft_tree` setting names; TypeError or ValueError where these heads cannot fill it.
 
-    "dynamic", which is cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; a DynamicTree; "lookup", the root
-    alone; or what `DraftTree.resolve` takes. Of so many heads, None where the drafter can go on for ever, which choose
-    among so many tokens.
+    "dynamic", or a published name, which are cut to the heads there are; {"dynamic": {"nodes": 32, ...}}; "lookup", the
+    root alone; a DynamicTree, a DraftTree, or rank paths. Of so many heads, None where the drafter can go on for ever,
+    which choose among so many tokens.
     """
     if tree == LOOKUP:
         return ROOT_ALONE
@@ -335,7 +300,22 @@ def resolve(tree: Any, max_depth: int | None, vocabulary: int) -> Tree:
                 f"these heads fill {fitting.nodes} nodes, depth {fitting.depth}, width {fitting.width}: ask for that."
             )
         return tree
-    return DraftTree.resolve(tree, max_depth, vocabulary)
+    if isinstance(tree, str):
+        tree = DraftTree.from_name(tree).cut(max_depth or MAX_DEPTH)
+    tree = tree if isinstance(tree, DraftTree) else DraftTree(tree)
+    if max_depth is not None and tree.max_depth > max_depth:
+        deepest = next(path for path in tree.paths if len(path) > max_depth)
+        raise ValueError(
+            f"draft_tree has the node {_shown.repr(deepest)} at depth {len(deepest)}, but the model has {max_depth} "
+            f"draft heads: drop every path longer than {max_depth}."
+        )
+    if tree.max_rank >= vocabulary:
+        path = next(path for path in tree.paths if max(path) >= vocabulary)
+        raise ValueError(
+            f"draft_tree has the node {_shown.repr(path)} with rank {_shown.repr(max(path))}, but a vocabulary of "
+            f"{vocabulary} tokens has ranks 0 to {vocabulary - 1}: drop that node and all that start with it."
+        )
+    return tree
 
 
 def smaller(tree: Tree) -> Tree:

@@ -26,7 +26,7 @@ from hf_drafthead.bases.errors import out_of_memory
 from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import guessed_among
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import resolve
 from hf_drafthead.learning.texts import RecentTexts, Text, batch_of
 from hf_drafthead.training.examples import collate
 from hf_drafthead.training.trainer import loss_of, recipe_of
@@ -249,7 +249,7 @@ class Learner:
         """Tokens per step on each text, at any of its places, with a tree of 64 nodes."""
         base, values = self.model.base, []
         model = SimpleNamespace(base=base, drafter=drafter)
-        tree = DraftTree.resolve(DEFAULT_TREE, *guessed_among(model))
+        tree: Any = resolve(DEFAULT_TREE, *guessed_among(model))
         batch, paths = batch_of(texts, self.model.get_input_embeddings().weight.device), set(tree.paths)
         for row in rank_paths(model, *batch, depth=tree.max_depth).tolist():
             places = [tuple(levels) for levels in row if levels[0] != UNKNOWN]

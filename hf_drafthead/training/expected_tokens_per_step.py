@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import guessed_among
-from hf_drafthead.generation.tree import DraftTree
+from hf_drafthead.generation.tree import DraftTree, resolve
 from hf_drafthead.training.answers import one_text
 from hf_drafthead.trees import rank_paths
 
@@ -58,13 +58,13 @@ class ExpectedTokensPerStep:
         return answer * len(self), guess * len(self), answer / max(int((lengths - prompts).max()), 1)
 
     def _emitted(self, model: Any, number: int) -> list[int]:
-        tree = self.tree or DraftTree.resolve(DEFAULT_TREE, *guessed_among(model))
+        tree: Any = self.tree or resolve(DEFAULT_TREE, *guessed_among(model))
         texts, prompts, lengths = self._answered(model, number)
         if int((lengths - prompts).max()) < 2:
             return []
         tilt = rank_paths.tilt_of_seed(model, len(texts), self.new_tokens, self.temperature, number)
         ranks = rank_paths.rank_paths(model, texts, prompts, lengths, depth=tree.max_depth, tilt=tilt)
-        return [emitted for row in rank_paths.foretold_steps(tree, ranks) for emitted in row]
+        return [emitted for text in ranks for emitted in rank_paths.foretold_steps(tree, text)]
 
     def _answered(self, model: Any, number: int) -> rank_paths.Texts:
         """Texts (B, T) of a batch padded on the right, lengths of their prompts (B,) and of all of them (B,)."""

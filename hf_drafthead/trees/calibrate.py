@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from hf_drafthead.trees.rank_paths import (
     ranks_by_text,
     sampled_prompts,
 )
-from hf_drafthead.trees.timing import StepClock, time_interleaved
+from hf_drafthead.trees.timing import time_interleaved
 
 LEAST_POSITIONS = 60  # on which guesses are counted
 HELD_OUT = 3  # of the prompts, one in so many is not counted on
@@ -167,7 +168,7 @@ def costs_of_trees(model: Any, counted: TreeStatistics, rows: int, captured: boo
     paths = counted.paths[max(counted.steps, key=lambda size: counted.fewer_steps(size, rows))]
     trees = trees_of(paths, guessed_among(model)[1], COMPILED_NODES * captured)
     execution = Execution.wanted(model, GenerationConfig(cache_implementation="static" if captured else None))
-    costs = StepCosts(model, model._base_reader(), key_of_calls(model, rows, captured), execution)
+    costs = StepCosts(model, model._base_reader(), rows, execution)
     costs.doubt(0)  # an entry is kept for long
     return costs(trees) or NodeCosts({max(trees): 1.0})  # what trees cost is seen in the calls that follow
 
@@ -215,14 +216,16 @@ def timed_in_turn(
 
 def timed(model: Any, call: dict[str, Any], captured: bool, how: dict[str, Any] | None) -> Timed:
     """One call, with a tree, or of the base."""
-    clock = StepClock()
+    times: list[float] = []
+    noting: Any = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
     with own_seed(model):
         if how is None:
-            text = with_room(model.base.generate)(**call, streamer=clock)
+            text = with_room(model.base.generate)(**call, streamer=noting)
+            del times[0]  # a streamer is shown the prompt first
         else:
             static = {"cache_implementation": "static"} if captured else {}
-            text = model.generate(**call, **static, **how, on_step=clock.put)
-    return Timed(text, *clock.figures(prompts=int(how is None))[1:])
+            text = model.generate(**call, **static, **how, on_step=noting.put)
+    return Timed(text, times[-1] - times[0], len(times) - 1)
 
 
 def figures_of(pairs: Pairs, paths: Sequence[Sequence[int]], texts: int) -> tuple[dict[str, Any], dict[str, Any]]:

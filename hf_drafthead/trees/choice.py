@@ -10,17 +10,14 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
 
-from transformers import GenerationConfig
 from transformers.utils import logging
 
 from hf_drafthead.bases.reader import BaseReader
-from hf_drafthead.generation.lookup import TextIndex
-from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings
+from hf_drafthead.generation.settings import AUTO, DraftPlan, DraftSettings, Plans
 from hf_drafthead.generation.state import guessed_among
-from hf_drafthead.generation.tree import COPIES, ROOT_ALONE, DraftTree, LookupTree, Tree, copies_alone
+from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree, LookupTree, Tree, copies_alone
 from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, trees_of
-from hf_drafthead.trees.entries import Calibrated, CalibrationKey, matching
+from hf_drafthead.trees.entries import CalibrationKey, calibrated, matching
 from hf_drafthead.trees.sizes import MOST_LEFT, SizeRule
 
 logger = logging.get_logger(__name__)
@@ -32,50 +29,32 @@ SMALL_STEP = 16  # tokens of all rows that a step with SMALL_TREE verifies, with
 UNMEASURED = 1.5  # cost of a step where that cannot be measured
 MOST = 2.5  # tokens of a step that no text is expected to exceed
 LARGER = 1.25  # times as much as with few nodes a step may cost with all
-SLOTS, SLOTS_ON_CPU = 32, 8  # requests at once where nobody says; on a CPU each further token of a step costs
 Limits = tuple[int | None, int]  # how deep heads guess, None without a limit, and among how many tokens
 _TOLD: set[Hashable] = set()  # what this process was told of its choices
 
 
-def choose(
-    model: Any,
-    reader: BaseReader,
-    settings: DraftSettings,
-    rows: int,
-    execution: Execution,
-    *,
-    named: DraftPlan | None = None,
-    copies: int | None = None,
-    longest_match: int | None = None,
-    texts: TextIndex | None = None,
-) -> DraftPlan:
-    """How a call drafts, or steps of so many rows, and why; ValueError: an entry is damaged, or settings do not fit.
-
-    named: the plan with the tree that the call names; copies: tokens that each step copies from the text, as many as
-    were calibrated where it is None and no tree is named; longest_match, texts: see `LookupTree`.
-    """
-    key = CalibrationKey.of(model.base, model.drafter if settings.calibration else None, rows, execution.name)
-    costs, plan = StepCosts(model, reader, key, execution), named
-    if plan is None:
-        limits = guessed_among(model)
-        entry = matching(settings.calibration, key)
-        if entry is None:
-            plan = without_entry(settings, key, limits, costs)
-        else:
-            calibrated = Calibrated.of(entry, *limits)
-            plan = of_entry(calibrated, settings, key)
-            copies = calibrated.copies or None if copies is None else copies
+def choose(plans: Plans, reader: BaseReader, rows: int) -> DraftPlan:
+    """See `Plans.choose`."""
+    model, plan, copies, settings = plans.model, plans.named, plans.copies, plans.settings
+    heads, limits = model.drafter if settings.calibration else None, guessed_among(model)
+    key = CalibrationKey.of(model.base, heads, rows, plans.execution.name)
+    costs = StepCosts(model, reader, rows, plans.execution)
+    if plan is None and (entry := matching(settings.calibration, key)) is not None:
+        plan, of_steps = of_entry(entry, settings, key, limits)
+        copies = of_steps if copies is None else copies
+    elif plan is None:
+        plan = without_entry(settings, key, limits, costs)
     if copies is None:
         return plan
     assert not isinstance(plan.tree, LookupTree)
     vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
-    tree = LookupTree.around(plan.tree, copies, longest_match, vocabulary)
-    plan = replace(plan, tree=tree, texts=texts, base_decodes=False)
+    tree = LookupTree.around(plan.tree, copies, plans.config.max_matching_ngram_size, vocabulary)
+    plan = replace(plan, tree=tree, texts=plans.texts, base_decodes=False)
     if plan.sizes is not None:
-        return replace(plan, sizes=replace(plan.sizes, tree=plan.tree))
-    if key.on_cpu and plan.settings.acceptance == "exact" and copies_alone(plan.tree):
-        size = Size(plan.tree.num_nodes, 0)
-        return sized(plan, key, costs({size: plan.tree}) or NodeCosts({size: UNMEASURED}))
+        return replace(plan, sizes=replace(plan.sizes, tree=tree))
+    if key.on_cpu and settings.acceptance == "exact" and copies_alone(tree):
+        size = Size(tree.num_nodes, 0)
+        return sized(plan, key, costs({size: tree}) or NodeCosts({size: UNMEASURED}))
     return plan
 
 
@@ -91,17 +70,20 @@ def chooses(settings: DraftSettings, key: CalibrationKey) -> bool:
     return (key.on_cpu or settings.draft_tree == AUTO) and settings.acceptance == "exact"
 
 
-def of_entry(calibrated: Calibrated, settings: DraftSettings, key: CalibrationKey) -> DraftPlan:
-    """The plan with the tree that was calibrated for a call."""
-    tree, why = calibrated.tree, f"calibrated for this call ({key})"
-    why += "" if calibrated.speedup is None else f", {calibrated.speedup:.2f} times as fast as the base"
+def of_entry(
+    entry: dict[str, Any], settings: DraftSettings, key: CalibrationKey, limits: Limits
+) -> tuple[DraftPlan, int | None]:
+    """The plan with the tree that was calibrated for a call, and how many tokens its steps copy."""
+    tree, copies, measured, speedup = calibrated(entry, *limits)
+    why = f"calibrated for this call ({key})"
+    why += "" if speedup is None else f", {speedup:.2f} times as fast as the base"
     if nothing := not tree.max_depth:
         why = f"no tree paid when this call was calibrated ({key}; draft_tree= drafts all the same)"
     plan = DraftPlan(tree, settings, why=why, base_decodes=nothing)
-    if not (calibrated.costs and chooses(settings, key)) or (nothing and not calibrated.copies):
-        return plan
-    costs = NodeCosts({Size(*size): cost for size, cost in calibrated.costs.items()})
-    return sized(plan, key, costs, allowance=MOST_LEFT)
+    if measured and chooses(settings, key) and (copies or not nothing):
+        costs = NodeCosts({Size(*size): cost for size, cost in measured.items()})
+        plan = sized(plan, key, costs, allowance=MOST_LEFT)
+    return plan, copies or None
 
 
 def without_entry(settings: DraftSettings, key: CalibrationKey, limits: Limits, costs: StepCosts) -> DraftPlan:
@@ -178,48 +160,3 @@ def _told(key: CalibrationKey, plan: DraftPlan) -> DraftPlan:
         _TOLD.add(kind)
         logger.warning(f"Calls draft {plan}.")
     return plan
-
-
-class Plans:
-    """The plan for each number of running rows of a manager, made when it is first asked for.
-
-    config: of the manager, else the model's; slots: rows at most, by default as many requests as are `wanted`, at most
-    8 on a CPU, else 32; draft_tree: of all steps; texts: others than the requests' own that are copied from.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        config: GenerationConfig | None,
-        slots: int | None,
-        wanted: int | None = None,
-        draft_tree: Any = None,
-        texts: TextIndex | None = None,
-    ):
-        most = SLOTS_ON_CPU if model.base.device.type == "cpu" else SLOTS
-        self.model, self.slots, self.texts = model, slots or min(wanted or most, most), texts
-        self.reader: BaseReader | None = None
-        self.config, self.settings, _ = model._merged_config(config, {"use_cache": True}, draft_tree=draft_tree)
-        self.execution = Execution.wanted(model, self.config)
-        self.plans: dict[int, DraftPlan] = {}
-        measured = draft_tree in (None, AUTO) and model.drafter.copies is None
-        self.named = None if measured else self.settings.plan(*guessed_among(model))
-        self.copies = self.config.prompt_lookup_num_tokens or model.drafter.copies or (COPIES if texts else None)
-
-    def renew(self, reader: BaseReader) -> None:
-        """Plan for a base that is run in this way; `largest` is the plan with most nodes then."""
-        self.reader = reader
-        self.plans.clear()
-        self.largest = max((self(rows) for rows in range(1, self.slots + 1)), key=lambda plan: plan.tree.num_nodes)
-
-    def __call__(self, rows: int) -> DraftPlan:
-        """The plan for so many rows, rounded up to a power of two; of all slots where shapes are fixed."""
-        if self.named is not None and self.copies is None:
-            return self.named
-        size = self.slots if self.execution.name != "eager" else min(1 << (rows - 1).bit_length(), self.slots)
-        if size not in self.plans:
-            assert self.reader is not None
-            how: dict[str, Any] = {"longest_match": self.config.max_matching_ngram_size, "texts": self.texts}
-            how |= {"named": self.named, "copies": self.copies}
-            self.plans[size] = choose(self.model, self.reader, self.settings, size, self.execution, **how)
-        return self.plans[size]

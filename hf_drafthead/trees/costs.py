@@ -43,6 +43,7 @@ from hf_drafthead.generation.programs import PROGRAMS, NotCaptured
 from hf_drafthead.generation.rules import Rules
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.settings import DraftPlan
+from hf_drafthead.generation.step import now
 from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree, RankPath, Tree
 from hf_drafthead.trees.entries import CalibrationKey
 from hf_drafthead.trees.timing import product_seconds, time_interleaved
@@ -136,25 +137,21 @@ def trees_of(paths: Sequence[RankPath], vocabulary: int, nodes: Sequence[int] = 
     return {Size(tree.num_nodes, tree.max_depth): tree for tree in trees}
 
 
-class ImpossibleCost(ValueError):
-    """A machine that measures this does something else meanwhile."""
-
-
 class StepCosts:
-    """Costs of steps for one model, kind of call and machine; key, execution: of the call."""
+    """Costs of steps of so many rows for one model, kind of call and machine."""
 
-    def __init__(self, model: Any, reader: BaseReader, key: CalibrationKey, execution: Execution):
+    def __init__(self, model: Any, reader: BaseReader, rows: int, execution: Execution):
         if is_hooked(reader.base):  # of such a base no program is made
             execution = Execution("eager")
         elif execution.records:  # to compile takes minutes, and differs little from recording where a GPU waits
             execution = Execution("recorded", records=True)
-        self.model, self.reader, self.rows, self.execution = model, reader, key.batch_size, execution
-        self.key = key._replace(execution=execution.name, heads_hash=None)
+        self.model, self.reader, self.rows, self.execution = model, reader, rows, execution
 
     @functools.cached_property
     def situation(self) -> str:
         """What the costs depend on, as the file names it."""
-        return f"{self.key}, torch {torch.__version__}, {_shape_hash(self.model)}"
+        key = CalibrationKey.of(self.model.base, None, self.rows, self.execution.name)
+        return f"{key}, torch {torch.__version__}, {_shape_hash(self.model)}"
 
     def __call__(self, trees: Mapping[Size, Tree]) -> NodeCosts | None:
         """What steps with these trees cost; None where they cannot be measured."""
@@ -163,7 +160,8 @@ class StepCosts:
         known = self._known(trees)
         if known is None:
             with _MEASURING:  # another thread, or process, may have measured meanwhile
-                known = self._known(trees) or self._known(trees, _read(self.situation))
+                _KNOWN[self.situation] = _KNOWN.get(self.situation, {}) | stored().get(self.situation, {})
+                known = self._known(trees)
                 if known is None:
                     measured = self._measured(trees)
                     if measured is None:
@@ -189,9 +187,9 @@ class StepCosts:
         if not 1 / CONTRADICTED < longer < CONTRADICTED:
             self.doubt(MINUTE)
 
-    def _known(self, trees: Mapping[Size, Tree], known: Measured | None = None) -> Measured | None:
+    def _known(self, trees: Mapping[Size, Tree]) -> Measured | None:
         """What is known of the situation, if all steps were measured not too long ago."""
-        known, now = _KNOWN.get(self.situation, {}) if known is None else known, time.time()
+        known, now = _KNOWN.get(self.situation, {}), time.time()
         for size in trees:
             *cost, when = known.get(str(size), [-math.inf])
             if not 0 <= now - when < min(DAY if cost else MINUTES, _DOUBTED.get(self.situation, DAY)):
@@ -206,7 +204,7 @@ class StepCosts:
             seconds, forwards = seconds_in_turn(self.model, self.reader, self.rows, steps, self.execution)
             least = {size: min(each) for size, each in seconds.items()}
             if not all(0 < each < math.inf for each in least.values()):
-                raise ImpossibleCost(f"steps took {[*least.values()]} seconds")  # by a clock that was put back
+                raise ValueError(f"steps took {[*least.values()]} seconds")  # by a clock that was put back
             costs = {size: max(each / least[ALONE], 0.01) for size, each in least.items()}
             self._check(trees, costs, forwards)
             spreads = {size: statistics.median(seconds[size]) / least[size] for size in trees}
@@ -228,7 +226,7 @@ class StepCosts:
             product = products[tokens] / products[self.rows]
             most = max(SLACK * product, size.nodes if apart else 1.0)
             if costs[size] > size.nodes + tree.max_depth or forward > most:
-                raise ImpossibleCost(
+                raise ValueError(
                     f"over {tokens} token(s) a step took {costs[size]:.1f} times as long as over {self.rows}, its "
                     f"forward {forward:.1f} times, and a product {product:.1f}: other programs use this machine"
                 )
@@ -246,7 +244,7 @@ def seconds_in_turn(
     verifying: Seconds = defaultdict(list)
     device = reader.base.device
     # a thread's processor time is not lengthened by others' work; a GPU has none
-    clock: Callable[[], float] = (lambda: thread_time()) if device.type == "cpu" else time.perf_counter
+    clock: Callable[[torch.device], float] = (lambda _: thread_time()) if device.type == "cpu" else now
     with torch.no_grad(), contextlib.ExitStack() as calls:
         takes = {size: _begun(model, reader, rows, tree, execution, calls) for size, tree in trees.items()}
         try:
@@ -278,9 +276,9 @@ def _begun(
     prompt = probe_tokens(reader.base)[None, :PROMPT].expand(rows, -1)
     ends = StoppingCriteriaList([MaxLengthCriteria(PROMPT + 1 + (ROUNDS + 1) * (tree.max_depth + 1))])
     rules = Rules(LogitsProcessorList(), ends, GenerationConfig(), rows, PROMPT, prompt.device, samples=False)
-    inputs = {"attention_mask": torch.ones_like(prompt), CACHE: DynamicCache()}
-    member = prefill(reader, model.drafter, prompt, rules, inputs, Asked(DraftPlan(tree)))
-    batch = Batch(model, reader, member.plan, execution, member, timed=True)
+    inputs, plan = {"attention_mask": torch.ones_like(prompt), CACHE: DynamicCache()}, DraftPlan(tree)
+    member = prefill(reader, model.drafter, plan, prompt, rules, inputs, Asked(plan))
+    batch = Batch(model, reader, plan, execution, member, timed=True)
     calls.enter_context(contextlib.closing(batch))
 
     def take() -> dict[str, float]:
@@ -332,16 +330,6 @@ def clear() -> int:
     _KNOWN.clear()
     FILE.unlink(missing_ok=True)
     return count
-
-
-def _read(situation: str) -> Measured:
-    """What is known of a situation, with what another process has written since."""
-    known, now = dict(_KNOWN.get(situation, {})), time.time()
-    for name, times in stored().get(situation, {}).items():
-        if known.get(name, [-math.inf])[-1] < times[-1] <= now:
-            known[name] = times
-    _KNOWN[situation] = known
-    return known
 
 
 def _keep(situation: str, measured: Mapping[str, tuple[float, ...]]) -> Measured:

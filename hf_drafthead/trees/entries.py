@@ -20,9 +20,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.tree import ROOT_ALONE, DraftTree
+from hf_drafthead.generation.tree import DraftTree, resolve
 
-EXECUTIONS = ("eager", "compiled", "recorded")  # how a call runs its steps; recorded: as CUDA graphs
 # by drafter: what its weights were when they were hashed, and the hash
 _HASHED: WeakKeyDictionary[Any, tuple[Any, str | None]] = WeakKeyDictionary()
 
@@ -31,7 +30,7 @@ class CalibrationKey(NamedTuple):
     """What the speed of a tree depends on, besides the text.
 
     device: the GPU's name, or the CPU's; threads: that torch uses on a CPU, None on a GPU; dtype: of the base;
-    batch_size: rows; execution: one of EXECUTIONS; heads_hash: of the drafter's weights, see `drafter_hash`.
+    batch_size: rows; execution: see `Execution`; heads_hash: of the drafter's weights, see `drafter_hash`.
     """
 
     device: str
@@ -58,8 +57,6 @@ class CalibrationKey(NamedTuple):
         for name, value in key._asdict().items():
             if not isinstance(value, kinds.get(name, str)) or isinstance(value, bool):
                 raise damaged(entry, TypeError(f"its field {name!r} is {str(value)[:20]!r}"))
-        if key.batch_size < 1 or key.execution not in EXECUTIONS:
-            raise damaged(entry, ValueError(f"batch size {key.batch_size}, execution {key.execution[:20]!r}"))
         return key
 
     @property
@@ -89,41 +86,31 @@ def is_calibrated(model: Any, rows: int, captured: bool = False) -> bool:
     return bool(entries) and matching(entries, key_of_calls(model, rows, captured)) is not None
 
 
-class Calibrated(NamedTuple):
+def calibrated(
+    entry: dict[str, Any], max_depth: int | None, vocabulary: int
+) -> tuple[DraftTree, int, dict[tuple[int, int], float], float | None]:
     """What an entry says of its calls: the tree, the root alone where none pays; how many tokens each step copies from
     the text; what steps with this tree, and with those that were timed beside it, cost in steps of the base, by nodes
-    and levels, nothing where that was not measured; how many times as fast as the base they are.
+    and levels; how many times as fast as the base they are. ValueError: it is damaged, or these heads cannot fill it.
     """
-
-    tree: DraftTree
-    copies: int
-    costs: dict[tuple[int, int], float]
-    speedup: float | None
-
-    @classmethod
-    def of(cls, entry: dict[str, Any], max_depth: int | None, vocabulary: int) -> Calibrated:
-        """Of an entry; ValueError: it is damaged, or has a tree that these heads cannot fill."""
-        paths, copies, measured = entry.get("tree"), entry.get("lookup", 0), entry.get("measured", {})
-        try:
-            if not isinstance(paths, list):
-                raise TypeError(f"its tree is of type {type(paths).__name__}, expected a list of rank paths.")
-            tree = DraftTree.resolve(paths, max_depth, vocabulary) if paths else ROOT_ALONE
-            if type(copies) is not int or copies < 0:
-                raise TypeError(f"its lookup is {str(copies)[:20]!r}")
-            if not isinstance(measured, dict) or not isinstance(costs := measured.get("costs", []), list):
-                raise TypeError("it does not say what was measured")
-            if "step_cost" in measured:
-                costs = [*costs, [max(tree.num_nodes, copies + 1), tree.max_depth, measured["step_cost"]]]
-            for nodes, depth, cost in costs:
-                if not (type(nodes) is type(depth) is int and nodes > depth >= 0):
-                    raise ValueError(f"{str([nodes, depth])[:40]} is no number of nodes and of levels")
-                if type(cost) not in (int, float) or not 0 < cost < math.inf:
-                    raise ValueError(f"a cost of {str(cost)[:20]!r} was never measured")
-            speedup = measured.get("speedup")
-            by_size = {(nodes, depth): float(cost) for nodes, depth, cost in costs}
-            return cls(tree, copies, by_size, speedup if type(speedup) is float else None)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise damaged(entry, error) from None
+    paths: Any = entry.get("tree")
+    copies, measured = entry.get("lookup", 0), entry.get("measured", {})
+    try:
+        tree: Any = resolve(DraftTree(paths), max_depth, vocabulary)
+        if type(copies) is not int or copies < 0:
+            raise TypeError(f"its lookup is {str(copies)[:20]!r}")
+        costs = [*measured.get("costs", [])]
+        if "step_cost" in measured:
+            costs += [[max(tree.num_nodes, copies + 1), tree.max_depth, measured["step_cost"]]]
+        for nodes, depth, cost in costs:
+            is_step = type(nodes) is type(depth) is int and nodes > depth >= 0
+            if not is_step or type(cost) not in (int, float) or not 0 < cost < math.inf:
+                raise ValueError(f"{str([nodes, depth, cost])[:60]} is no size and cost of a step")
+        speedup = measured.get("speedup")
+        by_size = {(nodes, depth): float(cost) for nodes, depth, cost in costs}
+        return tree, copies, by_size, speedup if type(speedup) is float else None
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise damaged(entry, error) from None
 
 
 def damaged(entry: dict[str, Any], error: Exception) -> ValueError:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,16 +35,9 @@ TOKENS_ALONE |= {f"output_{name}": False for name in ("scores", "logits", "atten
 TO_THE_END: dict[str, Any] = {"stop_strings": None, "token_healing": False, "eos_token_id": None}
 TO_THE_END |= {"exponential_decay_length_penalty": None}  # of the end-of-text token, which there is none of
 NODES = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)  # of trees that are tried
+Texts = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (B, T); lengths (B,) of prompts, and of all
 MOST_RANK = 64  # ranks from here on are never grown: finding them costs more than they are worth
 UNKNOWN = -1  # rank of a token behind the end of its row
-
-
-class Texts(NamedTuple):
-    """What a base wrote, (B, T) padded on the right; lengths (B,) of the prompts and of all of it."""
-
-    input_ids: torch.Tensor
-    prompt_lengths: torch.Tensor
-    lengths: torch.Tensor
 
 
 def check_temperature(temperature: float) -> None:
@@ -98,7 +91,7 @@ def own_texts(
     first_end = torch.where(ended.any(1), ended.int().argmax(1) + 1, texts.shape[1] - width)
     # prompts begin in the first column
     rows = [text.roll(start - width) for text, start in zip(texts, starts.tolist(), strict=True)]
-    return Texts(torch.stack(rows), starts, starts + first_end)
+    return torch.stack(rows), starts, starts + first_end
 
 
 def left_padded(model: Any, prompts: Sequence[torch.Tensor], pad: int = PAD) -> dict[str, torch.Tensor]:
@@ -184,10 +177,10 @@ def ranks_by_text(
     ranks: list[torch.Tensor] = []
     for seed in range(0, len(prompts), TEXTS_AT_ONCE):
         some = prompts[seed : seed + TEXTS_AT_ONCE]
-        texts = own_texts(model, some, new_tokens, temperature, seed)
-        if int((texts.lengths - texts.prompt_lengths).max()) > 1:
+        texts, prompt_lengths, lengths = own_texts(model, some, new_tokens, temperature, seed)
+        if int((lengths - prompt_lengths).max()) > 1:
             tilt = tilt_of_seed(model, len(some), new_tokens, temperature, seed)
-            ranks += rank_paths(model, *texts, tilt=tilt).cpu()
+            ranks += rank_paths(model, texts, prompt_lengths, lengths, tilt=tilt).cpu()
     return ranks
 
 
@@ -203,20 +196,17 @@ def tilt_of_seed(model: Any, rows: int, new_tokens: int, temperature: float, see
     return noise.transpose(0, 1).log_().mul_(-temperature)
 
 
-def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[list[int]]:
-    """Tokens emitted by each step of generating the texts behind ranks (B, S, K) with this tree, row by row."""
-    paths, steps_of_rows = set(tree.paths), []
-    for row in ranks.tolist():
-        tokens = [tuple(levels) for levels in row if levels[0] != UNKNOWN]  # after the first, which needs no step
-        steps, position = [], 0
-        while position < len(tokens):
-            depth = tree.max_depth
-            while depth and tokens[position][:depth] not in paths:
-                depth -= 1
-            steps.append(min(depth + 1, len(tokens) - position))
-            position += depth + 1
-        steps_of_rows.append(steps)
-    return steps_of_rows
+def foretold_steps(tree: DraftTree, ranks: torch.Tensor) -> list[int]:
+    """Tokens emitted by each step of generating the text behind ranks (S, K) with this tree."""
+    paths, steps, position = set(tree.paths), list[int](), 0
+    tokens = [tuple(levels) for levels in ranks.tolist() if levels[0] != UNKNOWN]  # after the first, without a step
+    while position < len(tokens):
+        depth = tree.max_depth
+        while depth and tokens[position][:depth] not in paths:
+            depth -= 1
+        steps.append(min(depth + 1, len(tokens) - position))
+        position += depth + 1
+    return steps
 
 
 def grow_tree(ranks: torch.Tensor, nodes: int, ranks_below: int = MOST_RANK) -> list[RankPath]:
@@ -260,18 +250,14 @@ class TreeStatistics:
         deepest = ranks[0].shape[1]
         texts = torch.cat([*ranks]), torch.cat([*ranks[1::2]]), torch.cat([*ranks[0::2]])
         paths: dict[Size, list[RankPath]] = {ALONE: []}
-        steps = {ALONE: [foretold_steps(ROOT_ALONE, text[None])[0] for text in ranks]}
+        steps = {ALONE: [foretold_steps(ROOT_ALONE, text) for text in ranks]}
         for depth, nodes in itertools.product(range(1, deepest + 1), NODES):
             every, *halves = (grow_tree(some[:, :depth], min(nodes, max_nodes), ranks_below) for some in texts)
             if all((every, *halves)) and (size := Size(len(every) + 1, max(map(len, every)))) not in paths:
                 paths[size] = every
                 trees = [DraftTree(half) for half in halves]  # of even and odd texts
-                steps[size] = [foretold_steps(trees[n % 2], text[None])[0] for n, text in enumerate(ranks)]
+                steps[size] = [foretold_steps(trees[n % 2], text) for n, text in enumerate(ranks)]
         return cls(paths, dict(sorted(steps.items())), sum(map(len, ranks)))
-
-    def tree(self, size: Size) -> DraftTree:
-        """The best tree of this size."""
-        return DraftTree(self.paths[size]) if size.nodes > 1 else ROOT_ALONE
 
     def tokens_per_step(self, size: Size) -> float:
         """Tokens that a step gives to a row."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from hf_drafthead.generation.step import now
 
 LARGE = 4096  # most rows and columns of the weight of a product
 PRODUCT = 1 << 24  # numbers that are multiplied with a token before the clock is looked at, or the weight's
@@ -22,16 +21,16 @@ def time_interleaved(
     *,
     first: int = 0,
     before: Callable[[], object] = lambda: None,
-    clock: Callable[[], float] = lambda: time.perf_counter(),
+    clock: Callable[[torch.device], float] = now,
     enough: Callable[[dict[Any, list[float]]], bool] = lambda seconds: False,
 ) -> tuple[dict[Any, Any], dict[Any, list[float]]]:
     """Call each of `runs` in turn, `repeats` times: what each returned last, and the seconds of every call.
 
     Args:
-        device: whose queued work belongs to a call; the host waits for it before and after.
+        device: whose queued work belongs to a call.
         first: which one the first round begins with, modulo how many there are; each round begins with another one.
         before: called before each call, outside of its time.
-        clock: in seconds.
+        clock: in seconds, once a device has done what was asked of it.
         enough: given the seconds so far, whether no further round is begun.
     """
     names, results = [*runs], {}
@@ -40,32 +39,12 @@ def time_interleaved(
         start_at = turn % max(len(names), 1)
         for name in names[start_at:] + names[:start_at]:
             before()
-            wait(device)
-            start = clock()
+            start = clock(device)
             results[name] = runs[name]()
-            wait(device)
-            seconds[name].append(clock() - start)
+            seconds[name].append(clock(device) - start)
         if enough(seconds):
             break
     return results, seconds
-
-
-class StepClock:
-    """Notes when each step of a call has ended: as its streamer, or its `put` as `on_step`."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, _: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None: ...
-
-    def figures(self, prompts: int = 0) -> tuple[float, float, int]:
-        """Seconds of a step, the median, of all steps, and their number; a streamer is shown the prompt first."""
-        times = self.times[prompts:]
-        seconds = [after - before for before, after in itertools.pairwise(times)]
-        return statistics.median(seconds or [0.0]), sum(seconds), len(seconds)
 
 
 def product_seconds(base: Any, tokens: Sequence[int]) -> dict[int, float]:
@@ -82,9 +61,3 @@ def product_seconds(base: Any, tokens: Sequence[int]) -> dict[int, float]:
     runs = {count: functools.partial(product, weight.new_ones(count, sizes[1])) for count in tokens}
     _, seconds = time_interleaved(runs, 5, base.device)
     return {count: min(each) / times for count, each in seconds.items()}
-
-
-def wait(device: torch.device) -> None:
-    """Let queued work on a GPU end, so that a clock around it measures it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -274,7 +274,7 @@ def test_a_request_that_fails_ends_alone(held, guessing):
         add(manager, ([5, 6], SHORT), logits_processor=[Fails(1)]): "ZeroDivisionError: the processor's own",
         add(manager, ([5, 6], SHORT), temperature=-1.0, do_sample=True): "ValueError: `temperature`",
         add(manager, ([5], SHORT), nothing_like_it=1): "ValueError: The following `model_kwargs` are not used",
-        add(manager, ([5], SHORT), stop_strings=["a"]): "ValueError: stop_strings is ['a'], but no tokenizer",
+        add(manager, ([5], SHORT), stop_strings=["a"]): "ValueError: There are one or more stop strings",
     }
     go_on()
     for request, start in bad.items():

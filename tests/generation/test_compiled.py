@@ -23,11 +23,7 @@ TRACED = CompileConfig(backend="eager", mode="default")
 STAGES = 3  # draft, verify, commit: each is a program
 LONG = {"max_new_tokens": 24, "eos_token_id": None}
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-VARIANTS = {
-    "medusa-shared",
-    "amphista-alpha",
-    "eagle3-variants",
-}  # of families that are traced already: tracing is slow
+VARIANTS = {"medusa-shared", "amphista-alpha", "eagle3-variants"}  # of families that are traced already, which is slow
 
 
 @pytest.fixture

@@ -133,5 +133,5 @@ def test_bad_input_is_refused_in_one_line(tree, line):
     with pytest.raises(ValueError) as refused:
         resolve(tree, 4, 100)
     assert line in str(refused.value) and "\n" not in str(refused.value)
-    with pytest.raises(TypeError, match="width of a dynamic tree is 'wide'"):
+    with pytest.raises(ValueError, match="width of a dynamic tree is 'wide'"):
         DynamicTree(width="wide")

@@ -168,7 +168,7 @@ def test_a_step_waits_for_nothing(models, first_step, name, kind, rows):
     with MODE, NothingWaits() as watch:
         outcome = taker.take(state, stages, stages)
     assert taker.only.error is None
-    assert outcome.packed.is_cuda and len(watch.names) > 30
+    assert outcome.args[0].is_cuda and len(watch.names) > 30
 
 
 @pytest.mark.parametrize("kind", TREES)
@@ -186,7 +186,7 @@ def test_a_recorded_step_waits_for_nothing(models, first_step, kind):
         with NothingWaits() as watch:
             outcome = taker.take(state, stages, stages)
     assert taker.only.error is None
-    assert outcome.packed.is_cuda and len(watch.names) > 30
+    assert outcome.args[0].is_cuda and len(watch.names) > 30
 
 
 @pytest.mark.parametrize(

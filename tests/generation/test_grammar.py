@@ -251,23 +251,23 @@ def test_what_it_raises_ends_the_call_where_the_base_s_would_end(kind, line):
     assert asked[0] == asked[1]
 
 
-def test_many_requests_have_such_paths():
+@pytest.mark.parametrize("slots, texts", [(2, None), (3, [[5, 6, 7, 8]])], ids=["by turns", "copies go on behind them"])
+def test_many_requests_have_such_paths(slots, texts):
     base = shared_base("llama-gqa")
     model, call = FAMILIES[0].build(base), {"max_new_tokens": 20, "eos_token_id": None}
     prompts = [PROMPT[0].tolist(), [9, 8, 7, 6, 5], [4, 4]]
-    manager = model.init_continuous_batching(slots=2)
+    manager = model.init_continuous_batching(slots=slots, lookup_texts=texts)
     functions = [Frames(), Frames(), None]
-    names = [
-        manager.add_request(prompt, **call, **({"prefix_allowed_tokens_fn": each} if each else {}))
-        for prompt, each in zip(prompts, functions)
-    ]
+    how = [{"prefix_allowed_tokens_fn": each} if each else {"max_new_tokens": 60} for each in functions]
+    names = [manager.add_request(prompt, **{**call, **each}) for prompt, each in zip(prompts, how)]
     manager.start()
     outputs = [manager.get_result(name) for name in names]
     manager.stop()
     for prompt, function, output in zip(prompts, functions, outputs):
         again = Frames() if function else None
-        expected = base.generate(torch.tensor([prompt]), **call, prefix_allowed_tokens_fn=again)
-        assert output.generated_tokens == expected[0, len(prompt) :].tolist()
+        settings = {**call, "max_new_tokens": len(output.generated_tokens)}
+        expected = base.generate(torch.tensor([prompt]), **settings, prefix_allowed_tokens_fn=again)
+        assert output.error is None and output.generated_tokens == expected[0, len(prompt) :].tolist()
         assert function is None or (function.asked == again.asked and output.accepted >= 12)
 
 

@@ -92,10 +92,11 @@ def test_the_order_of_guesses_is_that_of_q_over_the_noise():
     logits = torch.randn(2, 3, VOCABULARY, generator=generator)
     noise = torch.empty(2, VOCABULARY).exponential_(1, generator=generator)
     for temperature in (0.5, 1.0, 2.0):
-        tokens, scores = Guesses(logits).top(5, noise.log() * -temperature)
+        tilt = noise.log() * -temperature
+        tokens, scores = Guesses(logits).top(5, tilt)
         q = (logits / temperature).softmax(-1)
         assert torch.equal(tokens, (q / noise[:, None]).topk(5).indices)
-        assert torch.equal(scores, logits.gather(-1, tokens))
+        assert torch.equal(scores, (logits + tilt[:, None]).gather(-1, tokens))
 
 
 def test_a_drafter_of_some_tokens_only_is_tilted_by_the_noise_of_these():

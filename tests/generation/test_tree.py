@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_drafthead.bases.topology import Topology
 from hf_drafthead.generation import DraftTree, published_trees
 from hf_drafthead.generation import tree as tree_module
+from hf_drafthead.generation.tree import resolve
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 BUFFERS = sorted(path.stem for path in GOLDEN.glob("tree_buffers_*.json"))
@@ -92,11 +93,6 @@ def test_cutting_a_tree():
     assert tree.cut(3) is tree and tree.cut(9) is tree
 
 
-def test_tensors_are_made_once_per_device():
-    tree = DraftTree(EXAMPLE)
-    assert tree.topology("cpu") is tree.topology(torch.device("cpu")) and tree.levels("cpu") is tree.levels("cpu")
-
-
 REFUSED = {
     "orphan": (
         [(0,), (1, 0)],
@@ -144,23 +140,23 @@ def test_a_tree_that_cannot_be_is_refused(paths, error, text):
 
 def test_a_setting_is_resolved():
     tree = DraftTree(EXAMPLE)
-    assert DraftTree.resolve(tree, None, 10) is tree
-    assert DraftTree.resolve([[0], [1], [0, 0], [0, 1]], 2, 10) == tree
-    assert DraftTree.resolve("mc_sim_7b_63", 2, 100).max_depth == 2
-    assert DraftTree.resolve("mc_sim_7b_63", None, 100).num_nodes == 64
+    assert resolve(tree, None, 10) is tree
+    assert resolve([[0], [1], [0, 0], [0, 1]], 2, 10) == tree
+    assert resolve("mc_sim_7b_63", 2, 100).max_depth == 2
+    assert resolve("mc_sim_7b_63", None, 100).num_nodes == 64
 
 
 def test_a_setting_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"node \(0, 0\) at depth 2, but the model has 1 draft heads: drop every path"):
-        DraftTree.resolve(EXAMPLE, 1, 10)
+        resolve(EXAMPLE, 1, 10)
     with pytest.raises(ValueError, match=r"node \(0, 1\) with rank 1, but a vocabulary of 1 tokens has ranks 0 to 0"):
-        DraftTree.resolve([(0,), (0, 1)], None, 1)
+        resolve([(0,), (0, 1)], None, 1)
     with pytest.raises(
         ValueError, match=r"node \(9{10,}\.\.\.9{10,},\) with rank 9{10,}\.\.\.9{10,}, but a vocabulary of 5"
     ):
-        DraftTree.resolve([(10**4000 - 1,)], None, 5)
+        resolve([(10**4000 - 1,)], None, 5)
     with pytest.raises(ValueError, match=r"draft_tree 'mc_sim' is no published tree: expected one of .*mc_sim_7b_63"):
-        DraftTree.resolve("mc_sim", None, 10)
+        resolve("mc_sim", None, 10)
 
 
 @st.composite
@@ -227,7 +223,7 @@ near_a_tree = st.recursive(
 @given(near_a_tree | st.lists(st.lists(st.integers(-1, 2), max_size=3), max_size=6))
 def test_whatever_is_given_is_a_tree_or_is_refused_in_one_line(given):
     try:
-        tree = DraftTree.resolve(given, 3, 50)
+        tree = resolve(given, 3, 50)
     except (TypeError, ValueError) as error:
         message = str(error)
         assert message.endswith(".") and "\n" not in message and len(message) < 500, message

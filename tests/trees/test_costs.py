@@ -5,6 +5,7 @@ import json
 import os
 import random
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,8 +24,7 @@ from hf_drafthead.learning import learner
 from hf_drafthead.modeling import base
 from hf_drafthead.trees import costs, entries
 from hf_drafthead.trees.choice import SMALL_TREE
-from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, _keep, _read, stored
-from hf_drafthead.trees.entries import CalibrationKey
+from hf_drafthead.trees.costs import NodeCosts, Size, StepCosts, _keep, stored
 from tests.bases import tiny_base
 from tests.families import FAMILIES
 from tests.generation.agreement import prompt
@@ -75,7 +75,7 @@ def family(name):
 
 
 def costs_of(model, rows=1, execution=EAGER):
-    return StepCosts(model, model._base_reader(), CalibrationKey.of(model.base, None, rows, execution.name), execution)
+    return StepCosts(model, model._base_reader(), rows, execution)
 
 
 def each(found):
@@ -166,8 +166,9 @@ def test_each_situation_has_costs_of_its_own(monkeypatch):
     names = {costs_of(model, rows).situation for rows in (1, 2)} | {costs_of(family("eagle")).situation}
     model.base.to(torch.bfloat16)
     names.add(costs_of(model).situation)
-    key = CalibrationKey("a CPU", 3, "bfloat16", 1, "eager", None)
-    names.add(StepCosts(model, model._base_reader(), key, EAGER).situation)
+    with monkeypatch.context() as patch:
+        patch.setattr(entries, "cpu_name", lambda: "a CPU")
+        names.add(costs_of(model).situation)
     assert len(names) == 5
     with torch.no_grad():
         next(model.drafter.parameters()).mul_(2)  # heads that are trained further cost as much
@@ -232,8 +233,8 @@ def test_what_other_processes_have_written_stays_and_what_was_measured_last_coun
     assert [path.name for path in fresh.parent.iterdir() if path.suffix != ".lock"] == ["costs.json"]
     at(monkeypatch, 9)
     _keep("here", {"a": [2.0, 1.0]})
-    assert _read("here") == {"a": [2.0, 1.0, day + 4], "b": [day]}
-    assert costs.clear() == 1 and not fresh.exists() and _read("here") == {}
+    assert stored()["here"] == {"a": [2.0, 1.0, day + 4], "b": [day]}
+    assert costs.clear() == 1 and not fresh.exists() and stored() == {}
 
 
 def test_the_oldest_situations_are_dropped(monkeypatch):
@@ -296,7 +297,7 @@ def forwards_that_take(monkeypatch, seconds):
 
     def step(self, state, stages, runs):
         outcome = taken(self, state, stages, runs)
-        return outcome._replace(seconds={"verify": seconds(stages.tree.num_nodes)})
+        return lambda: replace(outcome(), seconds={"verify": seconds(stages.tree.num_nodes)})
 
     monkeypatch.setattr(Batch, "take", step)
     monkeypatch.setattr(costs, "thread_time", lambda: next(now) / 100)
@@ -348,9 +349,8 @@ def test_threads_measure_once(monkeypatch):
     model, counted = family("medusa"), []
     reader, measured = model._base_reader(), StepCosts._measured
     monkeypatch.setattr(StepCosts, "_measured", lambda *given: counted.append(1) or measured(*given))
-    key = CalibrationKey.of(model.base, None, 1, "eager")
     with ThreadPoolExecutor(6) as pool:
-        found = [*pool.map(lambda _: StepCosts(model, reader, key, EAGER)(TREES), range(6))]
+        found = [*pool.map(lambda _: StepCosts(model, reader, 1, EAGER)(TREES), range(6))]
     assert len(counted) == 1 and len(found) == 6 and all(each(one) == each(found[0]) for one in found)
 
 
@@ -438,7 +438,7 @@ def test_on_a_gpu_recorded_steps_are_measured_and_of_all_nodes_too(execution, re
     """Stand-ins for graphs record on a CPU, which is said to be a GPU; what is compiled is judged by them too."""
     monkeypatch.setattr(programs, "compiled", lambda function, config: function)
     monkeypatch.setattr(entries, "cpu_name", lambda: "a GPU")
-    monkeypatch.setattr(CalibrationKey, "on_cpu", False)
+    monkeypatch.setattr(entries.CalibrationKey, "on_cpu", False)
     ticks = itertools.count()
     monkeypatch.setattr(costs, "thread_time", lambda: float(next(ticks)))  # nothing costs more than the root alone
     model = family("medusa")

@@ -36,7 +36,7 @@ def test_the_ranks_foretell_every_step_of_generate(family):
     prompt, text, settings = greedy_text(model)
     output = model.generate(prompt, draft_tree=TREE, return_dict_in_generate=True, **settings)
     assert torch.equal(output.sequences, text)
-    foretold = foretold_steps(TREE, rank_paths(model, text, PROMPT))
+    foretold = [foretold_steps(TREE, ranks) for ranks in rank_paths(model, text, PROMPT)]
     for row in range(2):
         accepted = output.accepted_lengths[row]
         assert foretold[row] == accepted[accepted > 0].tolist()
@@ -54,7 +54,7 @@ def test_the_ranks_foretell_every_step_at_a_temperature(family, temperature):
     torch.manual_seed(4)
     output = model.generate(prompt, draft_tree=TREE, return_dict_in_generate=True, **settings)
     tilt = tilt_of_seed(model, 2, 40, temperature, seed=4)
-    foretold = foretold_steps(TREE, rank_paths(model, output.sequences, PROMPT, tilt=tilt))
+    foretold = [foretold_steps(TREE, ranks) for ranks in rank_paths(model, output.sequences, PROMPT, tilt=tilt)]
     for row in range(2):
         accepted = output.accepted_lengths[row]
         assert foretold[row] == accepted[accepted > 0].tolist()
@@ -80,7 +80,7 @@ def test_a_step_goes_as_deep_as_the_tree_and_no_further_than_the_text():
         [[0, 0], [3, 3], [0, 2], [1, 0], [0, 1], [0, -1]],
         [[0, 0], [0, -1], [-1, -1], [-1, -1], [-1, -1], [-1, -1]],
     ]
-    assert foretold_steps(tree, torch.tensor(rows)) == [[3, 2, 1], [2]]
+    assert [foretold_steps(tree, torch.tensor(row)) for row in rows] == [[3, 2, 1], [2]]
 
 
 def test_too_short_a_text_is_refused():
@@ -147,7 +147,7 @@ def test_trees_of_every_depth_are_counted():
     assert counted.positions == 24 * 40 and counted.paths.keys() == counted.steps.keys()
     assert {size.depth for size in counted.steps} == {0, 1, 2, 3} and max(counted.steps) == Size(40, 3)
     for size in counted.steps:
-        tree = counted.tree(size)
+        tree = DraftTree(counted.paths[size])
         assert (tree.num_nodes, tree.max_depth) == size
         for nodes in range(2, size.nodes):
             assert DraftTree(counted.paths[size][: nodes - 1]).num_nodes == nodes
@@ -160,7 +160,7 @@ def test_a_text_is_foretold_with_a_tree_that_was_not_grown_on_it():
     ranks = [torch.zeros(40, 1, dtype=torch.long), torch.ones(40, 1, dtype=torch.long)]
     counted = TreeStatistics.of(ranks, 2, 64)
     assert counted.steps[Size(2, 1)] == [[1] * 40] * 2
-    assert foretold_steps(counted.tree(Size(2, 1)), ranks[0][None]) == [[2] * 20]
+    assert foretold_steps(DraftTree(counted.paths[Size(2, 1)]), ranks[0]) == [2] * 20
 
 
 def test_in_a_batch_the_row_that_takes_most_steps_counts():
@@ -184,7 +184,7 @@ def test_the_counted_tokens_per_step_are_those_of_generate(temperature):
     others = torch.randint(3, VOCABULARY, (24, 5), generator=torch.Generator().manual_seed(5))
     torch.manual_seed(6)
     lengths = model.generate(
-        others, max_new_tokens=40, draft_tree=counted.tree(largest), return_dict_in_generate=True, **sampling
+        others, max_new_tokens=40, draft_tree=counted.paths[largest], return_dict_in_generate=True, **sampling
     ).accepted_lengths
     measured = float(lengths[lengths > 0].double().mean())
     assert counted.tokens_per_step(largest) == pytest.approx(measured, rel=0.1) and measured > 1.1

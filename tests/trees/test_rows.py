@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hf_drafthead.trees.choice import Plans
 from tests.bases import tiny_base
 from tests.batching.requests import add, alone, final
 from tests.batching.test_exact import MEDUSA
@@ -14,10 +13,13 @@ from tests.batching.test_exact import MEDUSA
 @pytest.mark.parametrize("device, slots, wanted, count", [
     ("cpu", None, None, 8), ("cpu", None, 3, 3), ("cpu", None, 99, 8), ("cpu", 20, 3, 20), ("cuda", None, None, 32),
 ])  # fmt: skip
-def test_a_cpu_runs_fewer_at_once_than_a_gpu_and_nobody_more_than_come(device, slots, wanted, count, monkeypatch):
+def test_a_cpu_runs_fewer_at_once_than_a_gpu_and_nobody_more_than_come(
+    device, slots, wanted, count, managed, monkeypatch
+):
     model = MEDUSA.build(tiny_base("llama-gqa"))
     monkeypatch.setattr(type(model.base), "device", torch.device(device))
-    assert Plans(model, None, slots, wanted, [[0]]).slots == count
+    hints = SimpleNamespace(num_requests=wanted)
+    assert managed(model, start=False, slots=slots, draft_tree=[[0]], workload_hints=hints).slots == count
 
 
 def test_a_manager_takes_that_many(managed):

@@ -18,7 +18,7 @@ from hf_drafthead.trees import costs, entries
 from hf_drafthead.trees import sizes as sizing
 from hf_drafthead.trees.choice import UNMEASURED, of_entry
 from hf_drafthead.trees.costs import NodeCosts, Size
-from hf_drafthead.trees.entries import Calibrated, CalibrationKey
+from hf_drafthead.trees.entries import CalibrationKey
 from hf_drafthead.trees.sizes import ALLOWANCE, LOSS_SHARE, MOST_LEFT, SizeRule, Sizes, Weighed
 from tests.bases import tiny_base
 from tests.drafters import SURE, Drafted, Oracle, half_right, right, wrong
@@ -398,7 +398,6 @@ def test_the_nodes_of_an_entry_are_chosen_among_where_it_says_what_they_cost(wit
         (typical, MEASURED, True, False), ({}, MEASURED, False, False), (auto, MEASURED, False, True),
     ]:  # fmt: skip
         key = KEY if on_cpu else KEY._replace(threads=None, execution="recorded")
-        found = Calibrated.of(entry(measured=measured), 3, 67)
-        plan = of_entry(found, replace(settings, **asked), key)
+        plan, _ = of_entry(entry(measured=measured), replace(settings, **asked), key, (3, 67))
         assert (plan.sizes is not None) == chosen and plan.tree == DraftTree(PATHS)
         assert not chosen or (plan.sizes.costs.measured == STEPS and plan.sizes.allowance == MOST_LEFT)

@@ -1,5 +1,7 @@
 """The one clock: calls that take turns."""
 
+import time
+
 import torch
 
 from hf_drafthead.trees import timing
@@ -7,7 +9,7 @@ from hf_drafthead.trees import timing
 
 def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
     ticks = iter(range(100))
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks) ** 2)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks) ** 2)
     order, before = [], []
     runs = {name: lambda name=name: order.append(name) or len(order) for name in "abc"}
     results, seconds = timing.time_interleaved(
@@ -22,14 +24,3 @@ def test_calls_take_turns_and_each_round_begins_with_another_one(monkeypatch):
     assert before == [*range(12)]
     # the n-th call of all takes (2n + 1)^2 - (2n)^2 = 4n + 1
     assert seconds == {name: [4 * at + 1 for at, one in enumerate(order) if one == name] for name in "abc"}
-
-
-def test_the_steps_of_a_call_are_timed_by_its_streamer_or_on_step(monkeypatch):
-    ticks = iter([0.0, 5.0, 6.0, 7.0, 17.0])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ticks))
-    clock = timing.StepClock()
-    assert clock.figures() == clock.figures(1) == (0.0, 0, 0)
-    for _ in range(5):
-        clock.put(None)
-    clock.end()
-    assert clock.figures() == (3.0, 17.0, 4) and clock.figures(prompts=1) == (1.0, 12.0, 3)
