@@ -94,6 +94,7 @@ def test_copies_from_the_text_are_rows_side_by_side(run, tmp_path):
 def test_several_models_stand_side_by_side(run, tmp_path):
     file = tmp_path / "figures.json"
     chats = ("--questions", "{folder}/chats.jsonl", "--chat-template", "{folder}/chat.jinja")
+    assert run("{folder}/medusa", "nowhere/at/all", *chats, *QUICK, "--json", file)[0] == 2 and not file.exists()
     code, out, _ = run("{folder}/medusa", "{folder}/hydra", *chats, *QUICK, "--json", file)
     assert code == 0
     rows = json.loads(file.read_text())["rows"]

@@ -33,6 +33,7 @@ def run_bench(
     json_path: common.Json = None,
 ) -> None:
     """Speed, acceptance and exactness of models with draft heads against their bases, on questions."""
+    from hf_drafthead.door import recognize
     from hf_drafthead.evaluation import report
     from hf_drafthead.evaluation.bench import INTERRUPTED, bench_models, ways_to_call
     from hf_drafthead.evaluation.calls import PROMPT_LOOKUP
@@ -49,6 +50,8 @@ def run_bench(
     options["trees"] = [common.parse_tree(text) for text in tree] if tree else [None]
     options["compare"] = [] if compare == "none" else compare.split(",")
     asked = read_questions(questions, split, limit)
+    for model in models:  # one that is none is told before another has been measured for an hour
+        recognize(model)
     name = Path(questions).resolve().name if Path(questions).exists() else questions
     command = shlex.join(["hf-drafthead", *sys.argv[1:]])
     about = {"questions": name, "split": split, "limit": limit, "command": command}
