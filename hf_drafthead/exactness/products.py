@@ -10,7 +10,6 @@ Shapes: M rows, K features in, N out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,10 +41,9 @@ def batched(rows: torch.Tensor, weight: torch.Tensor, _: Any = None) -> torch.Te
 
 def agreeing(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product) -> tuple[int, int]:
     """From how many rows (..., K) on, and up to how many, all give a row the same bits; tried once for a shape."""
-    device, dtype = weight.device, inputs.dtype
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-    key = weight.shape, weight.is_contiguous(), weight.dtype, dtype, bias is None, run, device, torch.get_num_threads()
+    device = weight.device
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else inputs.dtype
+    key = weight.shape, weight.is_contiguous(), dtype, bias is None, run, device, torch.get_num_threads()
     return TRIED.get(key) or TRIED.setdefault(key, _try(inputs, weight, bias, run))
 
 
@@ -76,16 +74,17 @@ def _cancelling(weight: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 
 @torch.no_grad()
-def adds_in_order(weight: torch.Tensor, count: int) -> bool:
-    """Whether products of rows with a weight (N, K) add one term after another, so that zeros change nothing."""
-    generator, features = torch.Generator().manual_seed(0), weight.shape[1]
-    rows = torch.rand(count, features, generator=generator).to(weight)
-    weight = torch.empty_like(weight).copy_(torch.rand(weight.shape, generator=generator))
-    for part in (2, 3, 7, 50):
-        kept = torch.arange(part, part + features) % part > 0
-        order = torch.cat([kept.nonzero(), (~kept).nonzero()])[:, 0]  # zeros last
-        fewer = rows[:, order] * kept[order].to(rows), torch.empty_like(weight).copy_(weight[:, order])
-        if not same(batched(rows * kept.to(rows), weight), batched(*fewer)):
+def adds_in_order(keys: torch.Tensor, values: torch.Tensor, least: int, few: int) -> bool:
+    """Whether attention over `few` of keys (L, d) and values (L, e) has the bits of that among them all."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (least, keys.shape[1]), keys.shape, (least, len(values)), values.shape
+    queries, keys, shares, values = (torch.rand(shape, generator=generator).to(keys) for shape in shapes)
+    for count in (few, few - few // 3, few // 3 + 1):
+        order = torch.randperm(len(keys), generator=generator).to(keys.device)
+        among, order = shares.clone(), torch.cat([order[:count].sort().values, order[count:]])
+        among[:, order[count:]], some = 0, order[:few]
+        scored = same(batched(queries, keys)[:, some], batched(queries, keys[some]))
+        if not (scored and same(batched(among, values.T), batched(among[:, some], values[some].T))):
             return False
     return True
 
@@ -93,15 +92,15 @@ def adds_in_order(weight: torch.Tensor, count: int) -> bool:
 def product(inputs: torch.Tensor, weight: torch.Tensor, bias: Any, run: Product = functional.linear) -> torch.Tensor:
     """`run` of inputs (..., K), a weight (N, K) and a bias (N,): (..., N)."""
     least, most = agreeing(inputs, weight, bias, run)
-    *shape, features = inputs.shape
-    count, rows = math.prod(shape), inputs.reshape(-1, features)
+    count = inputs.numel() // inputs.shape[-1]
+    if least <= count <= most:
+        return run(inputs.contiguous(), weight, bias)
+    rows = inputs.reshape(-1, inputs.shape[-1])
     if count > most:
         out = torch.cat([product(part, weight, bias, run) for part in rows.split(most)])
-    elif count < least:
-        out = run(torch.cat([rows, rows.new_zeros(least - count, features)]), weight, bias)[:count]
     else:
-        out = run(rows.contiguous(), weight, bias)
-    return out.view(*shape, out.shape[-1])
+        out = run(torch.cat([rows] * -(-least // max(count, 1))), weight, bias)[:count]
+    return out.view(*inputs.shape[:-1], out.shape[-1])
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:

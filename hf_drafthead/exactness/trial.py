@@ -30,9 +30,9 @@ from hf_drafthead.exactness import attention
 from hf_drafthead.exactness.modules import BY_ITSELF, named
 from hf_drafthead.exactness.products import Inexact
 
-PROMPT, LENGTH = 7, 12  # tokens of the text that are read at once, and all
+PROMPT, LENGTH = 15, 20  # tokens of the text that are read at once, and all
 PADDING = 3  # in front of the text in a batch
-BLOCK = 4  # keys of a block of attention
+BLOCK = 16  # keys of a block of attention
 TREES = ((0, 0, 0, 1, 2, 2, 4), (0, 0, 1, 0, 3, 3))  # parents of the nodes
 PATHS = ((0, 2, 4), (0, 3))  # the nodes that are the text
 
@@ -147,11 +147,10 @@ def _read(comparison: Comparison, tokens: torch.Tensor, padding: int, parts: tup
 
 def _check_attended(base: PreTrainedModel, cache: DynamicCache) -> None:
     """Refuse a base of which a layer keeps keys and attends past transformers' interface."""
-    keys = [getattr(layer, "keys", None) for layer in cache.layers]
-    attended = {id(module) for module in attention.attended}
+    keys, attended = [getattr(layer, "keys", None) for layer in cache.layers], {*attention.attended}
     if sum(isinstance(each, torch.Tensor) and each.numel() > 0 for each in keys) > len(attention.attended):
         kinds = {name: part for name, part in base.named_modules() if "ttention" in type(part).__name__}
-        past = (name for name, part in kinds.items() if id(part) not in attended)
+        past = (name for name, part in kinds.items() if part not in attended)
         raise Inexact(f"{named(base, next(past, ''))} attends past transformers' AttentionInterface")
 
 
