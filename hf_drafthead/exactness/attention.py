@@ -19,7 +19,6 @@ import math
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -147,18 +146,20 @@ def _seen(mask: torch.Tensor) -> torch.Tensor:
 
 def _parts(mask: torch.Tensor, first: int, block: int, heads: tuple[int, int]) -> list[Part] | None:
     """The keys of nodes with a mask (b, H or 1, n, L), whose last places are the first slots; None if too many."""
-    visible = _seen(mask).any(1).cpu().numpy()  # (b, n, L)
-    number = np.where(visible, (visible.cumsum(-1) - 1) // block, -1)
-    until, since = number.max(1), np.where(visible, number, visible.shape[2]).min(1)  # (b, L): the blocks of a key
+    visible = _seen(mask).any(1).cpu().numpy()  # (b, n, L); in arrays, whose operations are short
+    number = (visible.cumsum(-1) - 1) // block
+    number[~visible] = visible.shape[2]
+    since, number[~visible] = number.min(1), -1  # (b, L): the first block of a key
+    until = number.max(1)
     blocks, alike = max(int(until.max()), 0) + 1, (since == until) & visible.all(1)
-    of_rows = until + blocks * np.arange(len(until))[:, None]
-    counts = np.bincount(of_rows[alike], minlength=blocks * len(until)).reshape(-1, blocks)
+    of_rows = torch.from_numpy((until + blocks * torch.arange(len(until))[:, None].numpy())[alike])
+    counts = of_rows.bincount(minlength=blocks * len(until)).view(-1, blocks).numpy()
     whole = int((counts == block).all(0).cumprod().sum()) if mask.shape[1] == 1 else 0
     parts: list[Part] = []
     if whole:
         parts.append((_runs((alike & (until < whole))[:, None], block, first)[0], (whole, block), None))
     if whole < blocks:
-        numbers = np.arange(whole, blocks)[:, None]
+        numbers = torch.arange(whole, blocks)[:, None].numpy()
         held = (since[:, None] <= numbers) & (numbers <= until[:, None])  # (b, K, L)
         size = held.sum(-1).max()
         if size > block + OTHERS:
