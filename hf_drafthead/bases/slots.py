@@ -116,7 +116,7 @@ class SlotCache(Cache):
     def place(self, count: int, again: bool = False, past: bool = False) -> bool:
         """The next forward writes `count` nodes, before those of this step (`again`) or in their place; or, whether it
         does, it appends what is to be `past` behind nothing, where it is read as any text is."""
-        alone, nodes = past and self.extent == 0 and not self.fixed, count + (self.placed or 0 if again else 0)
+        alone, nodes = past and not self.fixed and self.extent == 0, count + (self.placed or 0 if again else 0)
         self.placed = None if alone else nodes
         if nodes > self.nodes and not alone:
             self.reserve(self.capacity, nodes)

@@ -104,7 +104,6 @@ def test_exact_on_other_bases(kind, made, fallbacks):
     assert len(made) == STAGES and fallbacks == []
 
 
-@pytest.mark.slow
 def test_a_text_outgrows_its_memory_and_prompts_differ_in_length_without_another_program(made, monkeypatch):
     monkeypatch.setattr(runner, "AHEAD", 4)
     monkeypatch.setattr(runner, "CAPACITY_BUCKET", 1)
