@@ -20,7 +20,7 @@ from hf_drafthead.bases.releases import CACHE, cache_argument, with_cache
 from hf_drafthead.modeling import adapters
 from hf_drafthead.modeling.adapters import adapters_of, altered
 from hf_drafthead.modeling.base_model import PLACE_ARGUMENTS, change_of_base, name_base, quantizer_of, replacing
-from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, portable
+from hf_drafthead.modeling.config import BASE_FOLDER, DraftHeadConfig, HeadsGenerationConfig, portable
 from hf_drafthead.modeling.files import WEIGHTS, refusing
 from hf_drafthead.modeling.loading import LoadableModel
 from hf_drafthead.modeling.publishers import publisher
@@ -317,7 +317,8 @@ def _save_base(base: Any, folder: Path, state: dict[str, Tensor], **how: Any) ->
         how["save_original_format"] = False  # transformers cannot undo what it did to those of bitsandbytes
     if alone is base and state:  # else by names of adapted layers
         how["state_dict"] = state
-    told_of_none = altered(alone, hf_quantizer=quantizer, _hf_peft_config_loaded=False)
+    config = HeadsGenerationConfig.of(alone.generation_config)  # older versions refuse what they warn of otherwise
+    told_of_none = altered(alone, hf_quantizer=quantizer, _hf_peft_config_loaded=False, generation_config=config)
     advice = "save it yourself, and name it (include_base=False, base_model=)."
     with refusing(ValueError, "the base cannot be saved beside its heads", advice, but=OSError):
         told_of_none.save_pretrained(folder, **how)
