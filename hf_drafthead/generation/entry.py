@@ -284,6 +284,8 @@ def _read(
     read = next(arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None)
     mask, position_ids = inputs.get("attention_mask"), arguments.get("position_ids")
     past = cache.extent + read.shape[1]
+    if mask is not None and not bool((mask.bool() == mask).all()):
+        raise Unsupported("the attention mask has other values than 0 and 1", lasting=False)
     if position_ids is None:
         next_position = torch.full((len(input_ids), 1), past, device=read.device)
     else:

@@ -180,6 +180,11 @@ def test_a_base_too_short_for_the_probe(fallbacks):
     check(base, lambda base: {}, "the base cannot verify a tree", fallbacks, {"input_ids": torch.tensor([[5, 6]])})
 
 
+def test_a_mask_of_other_numbers_than_0_and_1(fallbacks):
+    inputs = {name: tensor * (1 + (name == "attention_mask")) for name, tensor in prompt(2).items()}
+    check(shared_base("llama"), lambda base: {}, "the attention mask has other values than 0 and 1", fallbacks, inputs)
+
+
 def scaled(**fields):
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     return tiny_base("llama", rope_parameters=scaling, max_position_embeddings=20, **fields)
