@@ -110,9 +110,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
         copies = config.prompt_lookup_num_tokens if looks_up else None
         texts = None if lookup_texts is None else TextIndex.of(lookup_texts, kwargs.get("tokenizer"))
         plans = Plans(self, config, settings, draft_tree, copies, texts)
-        if self.drafter.copies is not None or (
-            isinstance(draft_tree, (str, list, tuple)) and draft_tree in (LOOKUP, [], ())
-        ):
+        copies_alone = isinstance(draft_tree, (str, list, tuple)) and draft_tree in (LOOKUP, [], ())
+        if copies_alone or self.drafter.copies is not None:
             self._check_copies(plans)
         drafting = config.without("prompt_lookup_num_tokens") if looks_up else config
         call = {
@@ -125,13 +124,8 @@ class DraftHeadGenerationMixin(GenerationMixin):
             "negative_prompt_attention_mask": negative_prompt_attention_mask,
             **kwargs,
         }
-        asked = Asked(
-            plans.plan,
-            plans.choose,
-            streamer=streamer,
-            random=RandomNumbers() if config.do_sample else NOTHING_DRAWN,
-            timed=on_step is not None,
-        )
+        random = RandomNumbers() if config.do_sample else NOTHING_DRAWN
+        asked = Asked(plans.plan, plans.choose, streamer=streamer, random=random, timed=on_step is not None)
         try:
             if custom_generate is not None:
                 raise Unsupported("custom_generate is given")
