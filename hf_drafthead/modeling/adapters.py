@@ -49,8 +49,7 @@ def load_adapter(model: Any, folder: str | Path, name: str = "default", trainabl
     """Put a trained adapter on a base, or its tensors into the adapter of this name that the base has."""
     peft = import_module("peft")  # nowhere else needed
     with open_tensors(Path(folder) / ADAPTER_WEIGHTS) as file:
-        of_a_whole_model = any(key.startswith(PREFIX + BASE) for key in file.keys())
-        prefix = PREFIX + BASE * of_a_whole_model
+        prefix = PREFIX + BASE * any(key.startswith(PREFIX + BASE) for key in file.keys())
         tensors = {key.removeprefix(prefix): file.get_tensor(key) for key in file.keys()}
     if name not in getattr(model, "peft_config", ()):
         config = peft.PeftConfig.from_pretrained(str(folder))

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers.utils import logging
 
 from hf_drafthead.bases.errors import Unsupported
 from hf_drafthead.bases.generators import new_lock
@@ -26,8 +25,6 @@ from hf_drafthead.modeling.loading import LoadableModel
 from hf_drafthead.modeling.publishers import publisher
 from hf_drafthead.modeling.remote_code import NotCopied
 from hf_drafthead.modeling.resuming import checkpoint_being_resumed, restore_base
-
-logger = logging.get_logger(__name__)
 
 SAVING = new_lock(RLock)  # one save at a time replaces files of a folder
 SAVES = {"max_shard_size", "token", "save_peft_format", "save_original_format"}  # arguments of transformers' save
@@ -184,7 +181,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
     def _adapted_base(self) -> Any:
         """The base, which knows of the adapters in its layers, also of those that came by way of this model."""
         base = adapters.unwrapped(self.base)
-        if not adapters_of(base):
+        if adapters.plain(base) is base:
             base.__dict__.pop("peft_config", None)
             base._hf_peft_config_loaded = False
         elif not hasattr(base, "peft_config"):

@@ -45,6 +45,7 @@ OF_CONFIG = ("gguf_file", "trust_remote_code", "code_revision")  # arguments by 
 WEIGHT_FILES = re.compile(
     r"(base/)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?|adapter_(config\.json|model\.safetensors)"
 )
+ASIDE = ".former-adapter"  # folder in which an adapter is kept that lay where heads are saved; no push sends it
 SAMPLES = 16  # values of a tensor by which it is known again
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf"}
 # fields of a config by which a model computes nothing else
@@ -77,8 +78,7 @@ def load_base(
     arguments = gguf_arguments({**arguments, "gguf_file": file} if file else arguments)
     file = arguments.get("gguf_file")
     called += f" (its file {file!r})" if file else ""
-    # readers of GGUF raise anything
-    of = Exception if file else (OSError, ValueError, files.HTTP_ERROR, SafetensorError)
+    of = Exception if file else (OSError, ValueError, files.HTTP_ERROR, SafetensorError)  # GGUF readers raise anything
     reading = partial(refusing, OSError, f"{called} cannot be read", wanted, of)
     with reading():
         adapter = find_adapter(place, hub)
@@ -268,8 +268,7 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
 
 
 def fingerprint(base: Any, config: DraftHeadConfig) -> tuple[list[str], dict[str, Any]]:
-    """What a base is, by which it will be found out whether it is still that: the files of the named one, and by name a
-    print of every tensor."""
+    """What a base is, by which a change is found: the files of the named one, and by name a print of every tensor."""
     return _files_of(base, config), {name: _print(tensor) for name, tensor in tensors_of(base).items()}
 
 
@@ -328,7 +327,7 @@ def change_of_base(
     if config.base_included:
         return "it came with the heads"
     if not name or is_missing_folder(name) or as_loaded is None:
-        return f"there is no {name!r}"
+        return f"there is no {name!r}" if name else "it has no name"
     if os.path.realpath(name) in map(os.path.realpath, (folder, folder / BASE_FOLDER)):
         return "its files are where the model is saved"
     for parameter, tensor in plain(base).named_parameters():
@@ -397,6 +396,10 @@ def replacing(folder: Path, is_main_process: bool = True) -> Iterator[Path]:
         undo.pop_all()
         there = [place.relative_to(folder).as_posix() for place in (*folder.glob("*"), *folder.glob("base/*"))]
         for name in outdated(there, [file.as_posix() for file in written]):
+            if name.startswith("adapter_"):  # perhaps the only copy
+                (folder / ASIDE).mkdir(exist_ok=True)
+                shutil.copy2(folder / name, folder / ASIDE)
+                logger.warning(f"{str(folder / name)!r} would be loaded with the heads: it lies in {ASIDE} there now.")
             (folder / name).unlink()
 
 

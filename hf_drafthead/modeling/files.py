@@ -47,7 +47,8 @@ def is_missing_folder(name: str) -> bool:
 
 def full_name(name: str, folder: str | os.PathLike = os.curdir) -> str:
     """The name of a model, as a config in a folder gives it, wherever it will be read: a path is made absolute."""
-    return str((Path(folder) / name).resolve()) if name and is_local(name, folder) else name
+    is_path = name and ((Path(folder) / name).is_dir() or name.startswith((".", os.sep)))
+    return str((Path(folder) / name).resolve()) if is_path else name
 
 
 def fetch_file(path: str, name: str, hub: Mapping[str, Any]) -> str | None:

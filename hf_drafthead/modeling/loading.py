@@ -274,7 +274,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         if generation_config is not None:
             model.generation_config = HeadsGenerationConfig.of(generation_config)
         model = make_exact(model) if exact else model
-        nothing: Any = dict.fromkeys(("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"), frozenset())
+        nothing: Any = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
         return (model, nothing) if output_loading_info else model
 
     @classmethod

@@ -190,11 +190,7 @@ DAMAGED = [
     ),
     (HYDRA, put(hydra_mlp__0__1__gate__weight=torch.zeros(2)), OTHER.format("Hydra", "hydra_mlp.0.1.gate.weight' [2]")),
     (EAGLE, put(layers__1__self_attn__q_proj__weight=torch.ones(4, 4)), OTHER.format("EAGLE", "layers.1.self")),
-    (
-        EAGLE,
-        put(layers__0__input_layernorm__weight=torch.ones(64)),
-        "has ..., but its config asks for none: ...",
-    ),
+    (EAGLE, put(layers__0__input_layernorm__weight=torch.ones(64)), "has ..., but its config asks for none: ..."),
     (EAGLE, lose("up_proj"), "lacks the tensor 'drafter.body.layer.mlp.up_proj.weight', but its config asks for ..."),
 ]
 

@@ -138,10 +138,7 @@ NO_JSON = "is not readable JSON ("
 # of each good checkpoint what is done to it, and what the message says
 HEADS: dict[str, tuple[Change, str]] = {
     "a tensor too few": (tensors(bias=None), f"lacks the tensor '{BIAS}', but its config asks for floating-point num"),
-    "a tensor too many": (
-        tensors(x=torch.zeros(1)),
-        "numbers [1], but its config asks for none: ",
-    ),
+    "a tensor too many": (tensors(x=torch.zeros(1)), "numbers [1], but its config asks for none: "),
     "another shape": (tensors(bias=torch.zeros(2, 31)), "numbers [2, 31], but its config asks for floating-point num"),
     "whole numbers": (tensors(bias=torch.zeros(2, 32).int()), f"has '{BIAS}' as int32 [2, 32], but its config asks"),
     "more heads": (config(num_draft_heads=3), "[2, 32, 32], but its config asks for floating-point numbers [3, 32, "),

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndByt
 
 from hf_drafthead import MedusaForCausalLM
 from hf_drafthead.modeling.adapters import activate
-from hf_drafthead.modeling.base_model import change_of_base
+from hf_drafthead.modeling.base_model import ASIDE, change_of_base
 from hf_drafthead.modeling.files import read_json
 from hf_drafthead.trees.entries import heads_hash
 from tests.bases import tiny_base
@@ -195,13 +195,16 @@ def test_adapters_alone_remove_no_base_that_lies_there(named, tmp_path):
     assert (tmp_path / "saved" / "base" / "model.safetensors").is_file()
 
 
-def test_merged_adapters_that_stay_in_their_layers_are_in_the_weights(named, tmp_path):
+@pytest.mark.parametrize("whole", [True, False], ids=["of heads and base", "of the base"])
+def test_merged_adapters_that_stay_in_their_layers_are_in_the_weights(named, tmp_path, whole):
     model = MedusaForCausalLM.from_base(named)
     config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=["lm_head"])
-    adapted = get_peft_model(model, config).eval()
+    adapted = get_peft_model(model if whole else model.base, config).eval()
     with torch.no_grad():
         model.base.lm_head.modules_to_save["default"].weight.neg_()
     adapted.merge_adapter()
+    saved(model, tmp_path / "saved")
+    adapted.unmerge_adapter()
     saved(model, tmp_path / "saved")
 
 
@@ -294,6 +297,10 @@ def test_heads_in_a_form_of_a_quantizer_are_hashed_by_their_values():
     assert heads_hash([("a", packed)]) == heads_hash([("a", torch.tensor([1.0, 2.5]))])
 
 
-def test_saving_where_an_adapter_of_the_base_lies_keeps_it(named, tmp_path):
-    get_peft_model(live(named), LORA).save_pretrained(tmp_path / "lora")
-    saved(MedusaForCausalLM.from_base(tmp_path / "lora"), tmp_path / "lora")
+@pytest.mark.parametrize("base", ["lora", "named"])
+def test_saving_where_an_adapter_lies_keeps_it(named, tmp_path, base):
+    adapted = get_peft_model(live(named), LORA)
+    adapted.save_pretrained(tmp_path / "lora")
+    saved(MedusaForCausalLM.from_base(tmp_path / base), tmp_path / "lora")
+    model = MedusaForCausalLM.from_base(tmp_path / "lora" / ASIDE)
+    torch.testing.assert_close(logits(model), logits(adapted))

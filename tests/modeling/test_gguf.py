@@ -34,7 +34,7 @@ def same_text(one, other):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", [{"gguf_file": FILE}, {}], ids=["argument", "in the path"])
-def test_heads_find_the_file_again(place, tmp_path, name):
+def test_heads_find_the_file_again(place, tmp_path, name, monkeypatch):
     model = MedusaForCausalLM.from_base(place if name else place / FILE, num_draft_heads=2, **name).eval()
     assert (model.config.base_model_name_or_path, model.config.base_gguf_file) == (str(place), FILE)
     assert model.base.name_or_path == str(place) and not model.why_no_drafts()
@@ -43,6 +43,9 @@ def test_heads_find_the_file_again(place, tmp_path, name):
     assert same_text(model, again) and same_text(again, again.base)
     assert again.config.base_gguf_file == FILE and tokenizer("ab")["input_ids"] == [9]
     assert f"(its GGUF file `{FILE}`)" in write_card(tmp_path).read_text()
+    monkeypatch.chdir(place.parents[1])  # a name of three parts, as of a file on the Hub
+    model.save_pretrained(tmp_path, base_model=(place / FILE).relative_to(place.parents[1]))
+    assert same_text(model, MedusaForCausalLM.from_pretrained(tmp_path))
 
 
 def test_a_loaded_base_is_told_where_it_lies(place, tmp_path):

@@ -75,11 +75,8 @@ class Person:
 
     def switch_adapters(self) -> None:
         layers = [module for module in self.model.base.modules() if hasattr(module, "lora_A")]
-        wanted = (
-            self.choose.sample(names, self.choose.randint(0, len(names)))
-            if (names := list(adapters_of(self.model.base)))
-            else []
-        )
+        names = list(adapters_of(self.model.base))
+        wanted = self.choose.sample(names, self.choose.randint(0, len(names))) if names else []
         for layer in layers:
             layer.enable_adapters(bool(wanted))
             if wanted:
@@ -121,9 +118,8 @@ class Person:
     def load(self) -> None:
         self.save()
         wanted, names = logits(self.model), adapters_of(self.model.base)
-        self.model = self.choose.choice([AutoModel, AutoModelForCausalLM, MedusaForCausalLM]).from_pretrained(
-            self.saved
-        )
+        kind = self.choose.choice([AutoModel, AutoModelForCausalLM, MedusaForCausalLM])
+        self.model = kind.from_pretrained(self.saved)
         torch.testing.assert_close(logits(self.model), wanted)
         assert adapters_of(self.model.base) == names and (self.saved / "mine.txt").read_text() == "mine"
 
