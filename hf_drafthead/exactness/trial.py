@@ -30,7 +30,7 @@ from hf_drafthead.exactness import attention
 from hf_drafthead.exactness.modules import BY_ITSELF, named
 from hf_drafthead.exactness.products import Inexact
 
-PROMPT, LENGTH = 15, 20  # tokens of the text that are read at once, and all
+PROMPT, LENGTH = 12, 17  # tokens of the text that are read at once, and all
 PADDING = 3  # in front of the text in a batch
 BLOCK = 16  # keys of a block of attention
 TREES = ((0, 0, 0, 1, 2, 2, 4), (0, 0, 1, 0, 3, 3))  # parents of the nodes
