@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.bases import tiny_base
 from tests.formats.originals import ORIGINALS, Original
 from tests.modeling.golden import golden_base
 
@@ -28,3 +30,11 @@ def heads(original, golden_folder, tmp_path) -> Path:
     """Folder of the heads as their project saves them."""
     original.write(tmp_path / "heads", golden_folder)
     return tmp_path / "heads"
+
+
+@pytest.fixture
+def base(tmp_path):
+    base = tiny_base("llama-gqa", dtype=torch.float32, num_hidden_layers=8)
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
+    return base

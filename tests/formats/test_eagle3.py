@@ -279,14 +279,6 @@ REFUSED = [  # a target, fields of heads, and the one that it has no place for
 ]
 
 
-@pytest.fixture
-def base(tmp_path):
-    base = tiny_base("llama-gqa", dtype=torch.float32, num_hidden_layers=8)
-    base.save_pretrained(tmp_path / "base")
-    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
-    return base
-
-
 @pytest.mark.parametrize("to, fields, why", REFUSED, ids=[f"{to}, {why}" for to, _, why in REFUSED])
 def test_what_a_target_would_run_wrongly_is_refused(base, tmp_path, to, fields, why):
     Family("eagle3", Eagle3ForCausalLM, SMALL | fields).build(base).save_pretrained(tmp_path / "ours")

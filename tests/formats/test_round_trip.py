@@ -76,14 +76,6 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def base(tmp_path):
-    base = tiny_base("llama-gqa", dtype=torch.float32, num_hidden_layers=8)
-    base.save_pretrained(tmp_path / "base")
-    base.name_or_path = base.config._name_or_path = str(tmp_path / "base")
-    return base
-
-
 def build(form, base):
     model = form.build(base)
     if (tokens := model.drafter.draft_tokens) is not None:  # in the order that trainers write
