@@ -25,7 +25,7 @@ from hf_drafthead.generation.entry import Asked, CallConfig, NothingPays, begin
 from hf_drafthead.generation.lookup import TextIndex, accepted_copies
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.runner import Execution
-from hf_drafthead.generation.settings import AUTO, DraftSettings, Plans
+from hf_drafthead.generation.settings import DraftSettings, Plans
 from hf_drafthead.generation.state import DecodingState, DraftHeadGenerateOutput, Member, StepRecord
 from hf_drafthead.generation.step import now
 from hf_drafthead.generation.tree import LOOKUP, DraftTree, DynamicTree, LookupTree
@@ -100,11 +100,9 @@ class DraftHeadGenerationMixin(GenerationMixin):
             )
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
-        # copies alone are drafted as long as they pay, anyway
-        named = LOOKUP if self.drafter.copies is not None and draft_tree == AUTO else draft_tree
         typical = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}
         config, settings, kwargs = self._merged_config(
-            generation_config, with_cache(CACHE, kwargs), draft_tree=named, acceptance=acceptance, **typical
+            generation_config, with_cache(CACHE, kwargs), draft_tree=draft_tree, acceptance=acceptance, **typical
         )
         looks_up = config.prompt_lookup_num_tokens is not None and assistant_model is None
         copies = config.prompt_lookup_num_tokens if looks_up else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from hf_drafthead.bases.reader import BaseReader
 from hf_drafthead.generation.lookup import HeldTexts, TextIndex
 from hf_drafthead.generation.runner import Execution
 from hf_drafthead.generation.state import guessed_among
-from hf_drafthead.generation.tree import COPIES, LookupTree, Tree, resolve
+from hf_drafthead.generation.tree import COPIES, LOOKUP, LookupTree, Tree, resolve
 
 DEFAULT_TREE = "mc_sim_7b_63"  # the 64 nodes that the Medusa and Hydra papers' code drafts
 AUTO = "auto"  # draft, or do not draft for a while
@@ -127,6 +127,8 @@ class Plans:
         copies: int | None = None,
         texts: TextIndex | None = None,
     ):
+        if model.drafter.copies is not None and settings.draft_tree == AUTO:
+            settings = replace(settings, draft_tree=LOOKUP)  # copies alone are drafted as long as they pay, anyway
         self.model, self.config, self.settings, self.texts = model, config, settings, texts
         self.execution = Execution.wanted(model, config)
         always = model.drafter.copies if texts is None or model.drafter.copies is not None else COPIES

@@ -160,7 +160,10 @@ class StepCosts:
         known = self._known(trees)
         if known is None:
             with _MEASURING:  # another thread, or process, may have measured meanwhile
-                _KNOWN[self.situation] = _KNOWN.get(self.situation, {}) | stored().get(self.situation, {})
+                here, held = _KNOWN.get(self.situation, {}), stored().get(self.situation, {})
+                # a file that cannot be written holds older ones
+                newer = {size: its for size, its in held.items() if here.get(size, [0])[-1] < its[-1] <= time.time()}
+                _KNOWN[self.situation] = here | newer
                 known = self._known(trees)
                 if known is None:
                     measured = self._measured(trees)

@@ -123,6 +123,15 @@ def test_a_tree_of_heads_is_refused(tree):
         model.generate(torch.tensor([[5, 6]]), draft_tree=tree, max_new_tokens=4)
 
 
+def test_auto_guesses_copies_alone_in_managers_and_from_a_config():
+    model, prompt = hf_drafthead.from_base(tiny_base("llama", dtype=torch.float32)), repeating_prompt(1)["input_ids"]
+    text, call = both(model, 1).sequences, {"max_new_tokens": 20, "eos_token_id": 5}
+    (output,) = model.generate_batch(prompt.tolist(), draft_tree="auto", **call).values()
+    assert [*prompt[0].tolist(), *output.generated_tokens] == text[0].tolist()
+    model.generation_config.draft_tree = "auto"
+    assert torch.equal(model.generate(prompt, **call), text)
+
+
 def test_what_needs_heads_is_refused(tmp_path):
     base = tiny_base("llama", dtype=torch.float32)
     model = hf_drafthead.from_base(base)

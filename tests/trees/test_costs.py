@@ -216,6 +216,8 @@ def test_what_the_file_cannot_take_counts_more_than_what_it_holds(hours, monkeyp
     at(monkeypatch, 0)
     rounds.clear()
     assert each(step(TREES)) == each(step(TREES)) == [1.5, 1.5] and len(rounds) == 1
+    step({Size(2, 0): DraftTree([(0,)])})
+    assert each(step(TREES)) == [1.5, 1.5] and len(rounds) == 2
 
 
 def at(monkeypatch, seconds):
