@@ -102,6 +102,17 @@ def test_a_hook_that_cannot_read_what_a_tree_is_given_leaves_the_text_to_the_bas
     assert len(fallbacks) == 1 and "a mask of tokens" in fallbacks[0]
 
 
+def guesses_from_now_on(patch) -> set[int]:
+    verify, guessed = Stages.verify, set()
+
+    def watched(stages, rows, limits, candidates):
+        guessed.update(candidates.tokens[:, 1:].flatten().tolist())
+        return verify(stages, rows, limits, candidates)
+
+    patch.setattr(Stages, "verify", watched)
+    return guessed
+
+
 @families
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
 @pytest.mark.parametrize("tree", [TREE, {"dynamic": {"nodes": 8, "width": 3}}], ids=["static", "dynamic"])
@@ -121,15 +132,10 @@ def test_heads_that_are_no_numbers_change_no_text(tree, value, family):
 @families
 def test_a_guess_of_which_the_base_makes_no_number_changes_no_text(family, kind, captured, value, monkeypatch):
     fields = {"dtype": torch.float32, "attn_implementation": None} if kind in HYBRID else {}
-    model, verify, guessed = family.build(tiny_base(kind, tie_word_embeddings=False, **fields)), Stages.verify, set()
-
-    def watched(stages, rows, limits, candidates):
-        guessed.update(candidates.tokens[:, 1:].flatten().tolist())
-        return verify(stages, rows, limits, candidates)
-
+    model = family.build(tiny_base(kind, tie_word_embeddings=False, **fields))
     calls = [{}, {"do_sample": True}, {"do_sample": True, "repetition_penalty": 1.2}]
     with monkeypatch.context() as patch:
-        patch.setattr(Stages, "verify", watched)
+        guessed = guesses_from_now_on(patch)
         said = [same(model, 3, **LONG, **call).sequences.flatten().tolist() for call in calls]
     never = sorted(guessed.difference(*said))
     assert never
@@ -141,19 +147,15 @@ def test_a_guess_of_which_the_base_makes_no_number_changes_no_text(family, kind,
 
 def test_what_is_known_of_steps_goes_on_behind_a_guess_of_which_the_base_makes_no_number(monkeypatch):
     """The row stands still, and the next step is one of the root alone: each is noted as what it was."""
-    model, verify, guessed = FAMILIES[0].build(tiny_base("llama-gqa", tie_word_embeddings=False)), Stages.verify, set()
+    model = FAMILIES[0].build(tiny_base("llama-gqa", tie_word_embeddings=False))
     call, noted, note = {**LONG, "draft_tree": None}, [], Sizes._note
-
-    def watched(stages, rows, limits, candidates):
-        guessed.update(candidates.tokens[:, 1:].flatten().tolist())
-        return verify(stages, rows, limits, candidates)
 
     def listed(self, step, state):
         noted.append((step.levels > 0, state.counted[0]))
         return note(self, step, state)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Stages, "verify", watched)
+        guessed = guesses_from_now_on(patch)
         said = same(model, **call).sequences.flatten().tolist()
     with torch.no_grad():
         model.base.get_input_embeddings().weight[sorted(guessed.difference(said))] = float("nan")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.bases import tiny_base
 from tests.families import FAMILIES
@@ -26,3 +27,9 @@ def saved(family, base, tmp_path) -> tuple[Path, object]:
     model.config.base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "heads")
     return tmp_path, model
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield

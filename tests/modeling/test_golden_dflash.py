@@ -7,16 +7,11 @@ from torch import Tensor
 from hf_drafthead.bases.reader import BaseReader
 from tests.modeling.block_golden import TOLERANCE, golden_base, load
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 STEPS = ["dflash_z_qwen3_b4_n1_l1_kv1", "dflash_z_qwen3_b8_n3_l2", "dflash_d_qwen3_b7_n2_l2"]
 STEPS += ["dspark_vanilla_qwen3_b7", "dspark_gated_qwen3_b5"]
 TEXTS = ["dflash_s_swa_causal_qwen3_b6", "dspark_s_vanilla_qwen3_b5"]
 ZERO = torch.zeros(1, 1, dtype=torch.long)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def walked(drafter, state, tokens: Tensor):

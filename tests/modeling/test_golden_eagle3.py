@@ -16,6 +16,7 @@ from hf_drafthead.modeling import Eagle3ForCausalLM
 from tests.dynamic_trees import Drafted, dynamic_tree
 from tests.modeling.golden import FOLDER
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
 DATA = FOLDER / "eagle3"
 
@@ -47,12 +48,6 @@ def golden_model(**fields) -> Eagle3ForCausalLM:
 @pytest.fixture(scope="module")
 def model():
     return golden_model()
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def observed(drafter, pieces: list[int]):

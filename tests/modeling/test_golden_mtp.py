@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from hf_drafthead.modeling import MtpForCausalLM
 from tests.modeling.golden import FOLDER
 
+pytestmark = pytest.mark.usefixtures("without_gradients")
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
 MODEL_TYPES = {"mtp_glm4_moe_1": "glm4_moe", "mtp_qwen3_5_dense": "qwen3_5_text"}
 
@@ -54,12 +55,6 @@ def folders(tmp_path_factory):
 @cache
 def loaded(folder: Path) -> MtpForCausalLM:
     return MtpForCausalLM.from_base(folder, dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
 
 
 def observed(model, hidden: Tensor, ids: Tensor, state=None):

@@ -7,7 +7,6 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import datasets
 import pytest
 from transformers import AutoTokenizer
 
@@ -19,18 +18,11 @@ from hf_drafthead.training.distill import distill
 from tests.checkpoints import byte_tokenizer, save_base, save_heads
 from tests.serving.running import needed, running_server
 from tests.training.chat_templates import CHATML, TOOL_TEMPLATE, tokenizer_with
+from tests.training.test_data import cache  # noqa: F401
 
 CHATS = [{"messages": [{"role": "user", "content": words}]} for words in "abcdefghij"]
 TURNS = [{"turns": ["a", "x"]}, {"turns": ["m", "n", "o"]}]
 TEXTS = [{"prompt": "klm"}, {"text": "u" * 80}]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    datasets.disable_progress_bars()
-
-
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
