@@ -42,6 +42,8 @@ ROLE, CONTENT = Literal["system", "developer", "user", "assistant", "tool"], str
 CALL = fields(id=str, type=str, index=int, function=Required[fields(name=MUST, arguments=MUST)])
 MESSAGE = {"role": Required[ROLE], "content": CONTENT, "annotations": list, "tool_calls": many[CALL]}
 MESSAGE |= dict.fromkeys(("name", "tool_call_id", "reasoning_content", "refusal"), str)
+OF_ITEMS = {"message": {"role", "content"}, "function_call": {"name", "arguments", "call_id"}}
+OF_ITEMS |= {"function_call_output": {"call_id", "output"}, "reasoning": {"content", "summary"}}
 ITEM: Object = {"type": Literal["message", "function_call", "function_call_output", "reasoning"], "role": ROLE}
 ITEM |= dict.fromkeys(("id", "status", "name", "arguments", "call_id"), str)
 ITEM |= {"content": CONTENT, "output": CONTENT, "summary": list}
@@ -98,9 +100,12 @@ def as_chat(body: Object) -> Object:
     given, form = body["input"], body.get("text", {}).get("format", {})
     messages: list[Object] = [{"role": "system", "content": body["instructions"]}] if "instructions" in body else []
     items: list[Object] = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    for item in items:
+    for place, item in enumerate(items):
         turn: Object = {"role": "assistant"}
-        match item.get("type", "message"):
+        kind = item.get("type", "message")
+        for name in item.keys() - {"type", "id", "status"} - OF_ITEMS[kind]:
+            raise Refused(f"input[{place}].{name}", f"an item of type {kind!r} has none: leave it out.")
+        match kind:
             case "function_call":
                 function = {"name": item["name"], "arguments": item["arguments"]}
                 turn["tool_calls"] = [{"id": item["call_id"], "type": "function", "function": function}]

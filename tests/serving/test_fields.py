@@ -215,6 +215,7 @@ CALL = '"type": "function_call", "call_id": "x"'
         ("responses", f'"input": [{{{CALL}, "arguments": "{{}}"}}]', "input: 'name' is missing"),
         ("responses", f'"input": [{{"type": "reasoning", "content": [{PART}]}}]', "input: 'text' is missing"),
         ("responses", '"input": [{"role": "user", "content": ""}]', "input: it says nothing"),
+        ("responses", '"input": [{"role": "user", "content": "x", "arguments": "{}"}]', "input[0].arguments: an item"),
         ("responses", '"input": "hi", "text": {"format": {"type": "json_schema"}}', "text.format: it needs"),
     ],
 )
