@@ -17,46 +17,39 @@ import functools
 import itertools
 import math
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from hf_drafthead.exactness.products import Inexact, adds_in_order, agreeing, batched, elementwise
+from hf_drafthead.exactness.products import Inexact, agreeing, elementwise, same
 
 NAME = "order_free"  # in transformers' configs
 BLOCK = ContextVar("keys of a block", default=128)  # few for `trial`
+ATTENDED: ContextVar[list[nn.Module] | None] = ContextVar("the modules that attended, for `trial`", default=None)
 OTHERS = 64  # more keys, of other nodes, in a block that not all see
 MOST = 1 << 18  # scores at a time, 1 MiB
 HIDDEN = -1e30  # added to the score of a key that is not seen
 LOG2 = math.log2(math.e)  # powers of 2 take a third of the time
-attended: list[nn.Module] = []  # the modules that attended last, for `trial`
 # Runs of keys (a row or all, places, slots) in K blocks of k, and a bias (b or 1, g or 1, K, M, k) where nodes differ.
-Part = tuple[list[tuple[Any, slice, slice]], tuple[int, int], torch.Tensor | None]
-
-
-class Piece(NamedTuple):
-    """Some of a call's queries, and the keys that they see."""
-
-    at: tuple[slice, ...]  # rows, groups of heads, all heads of a group, nodes
-    repeats: int  # of each query
-    precise: torch.dtype
-    parts: list[Part]
+Part = tuple[list[tuple[Any, slice, slice]], tuple[int, int], Tensor | None]
+# Which rows, groups of heads, heads and nodes; how often each query is repeated; in which type; the keys that they see.
+Piece = tuple[tuple[slice, ...], int, torch.dtype, list[Part]]
 
 
 def order_free(
     module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, scaling: Any = None, dropout: float = 0.0,
     softcap: float | None = None, s_aux: Any = None, is_causal: Any = None, position_bias: Any = None, **_: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:  # fmt: skip
     """As transformers calls it: query (B, H, N, d), key (B, G, L, d), value (B, G, L, e); returns (B, N, H, e).
 
     Caps, sinks and biases are those of transformers' eager attention.
     """
-    attended.append(module)
-    del attended[: -1 << 10]
+    if (attended := ATTENDED.get()) is not None:
+        attended.append(module)
     if dropout:
         raise Inexact(f"{type(module).__name__} drops {dropout:.0%} of its shares: set its config's dropout to 0")
     (rows, _, nodes, size), (groups, length, wide), mask = query.shape, value.shape[1:], attention_mask
@@ -73,9 +66,10 @@ def order_free(
         if len(pieces) == 1:
             out = _attend(query, key, value, pieces[0], *how)
         else:
-            out = query.new_empty(*query.shape[:4], wide, dtype=pieces[0].precise)
+            out = query.new_empty(*query.shape[:4], wide, dtype=pieces[0][2])
             for piece in pieces:
-                out[piece.at] = _attend(query[piece.at], key[piece.at[:2]], value[piece.at[:2]], piece, *how)
+                at = piece[0]
+                out[at] = _attend(query[at], key[at[:2]], value[at[:2]], piece, *how)
         return out.to(value.dtype).permute(0, 3, 1, 2, 4).flatten(2, 3).contiguous(), None
 
 
@@ -84,35 +78,53 @@ def _plainly(device: str) -> Any:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
+def _batched(rows: Tensor, weight: Tensor, _: Any = None) -> Tensor:
+    """One of two products that are taken at once."""
+    turned = torch.stack([weight.T] * 2) if weight.T.is_contiguous() else torch.stack([weight] * 2).mT
+    return torch.bmm(torch.stack([rows] * 2), turned)[1]
+
+
 @functools.cache
+@torch.no_grad()
 def _products(size: int, wide: int, block: int, device: torch.device, _: int) -> tuple[int, int, bool]:
-    """From how many rows on, and up to how many, products agree, and whether those of shares add in order."""
-    keys, values = (torch.empty(block + OTHERS, each, device=device) for each in (size, wide + 1))
+    """From how many rows on, and up to how many, products agree; and whether they add in order: whether attention over
+    few of the keys and values has the bits of that among them all."""
+    draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    keys, values = (draw(block + OTHERS, each).to(device) for each in (size, wide + 1))
     with torch._C.DisableTorchFunction(), _plainly(device.type):
         weights = keys, keys[:block], values.T, values[:block].T
-        least, most = zip(*(agreeing(weight, weight, None, batched) for weight in weights))
-        return max(least), min(most), adds_in_order(keys, values, max(least), block)
+        fewest, largest = zip(*(agreeing(weight, weight, None, _batched) for weight in weights))
+        least, most, in_order = max(fewest), min(largest), True
+        queries, shares = (draw(least, each).to(device) for each in (size, len(keys)))
+        for count in (block, block - block // 3, block // 3 + 1):
+            order, among = torch.randperm(len(keys), device=device), shares.clone()
+            seen, among[:, order[count:]] = order[:count].sort().values, 0
+            some = torch.cat([seen, order[count:]])[:block]
+            scored = same(_batched(queries, keys)[:, some], _batched(queries, keys[some]))
+            added = same(_batched(among, values.T), _batched(among[:, some], values[some].T))
+            in_order = in_order and scored and added
+    return least, most, in_order
 
 
 @functools.lru_cache(maxsize=4)
-def _without_mask(nodes: int, length: int, causal: bool, device: Any) -> torch.Tensor:
-    with torch.inference_mode(False):  # so that it can be kept, and its plan with it
-        mask = torch.ones(1, 1, nodes, length, dtype=torch.bool, device=device)
-        return mask.tril(length - nodes) if causal else mask
+@torch.inference_mode(False)  # so that it can be kept, and its plan with it
+def _without_mask(nodes: int, length: int, causal: bool, device: Any) -> Tensor:
+    mask = torch.ones(1, 1, nodes, length, dtype=torch.bool, device=device)
+    return mask.tril(length - nodes) if causal else mask
 
 
-def _plan(mask: torch.Tensor, of_query: torch.Size, value: torch.Tensor) -> list[Piece]:
+def _plan(mask: Tensor, of_query: torch.Size, value: Tensor) -> list[Piece]:
     """The pieces of a call, which layers that are given the same mask share: they are kept with it."""
     plans = vars(mask).setdefault("plans", {})
     version = None if mask.is_inference() else mask._version
     key = of_query, value.shape, value.dtype, BLOCK.get(), torch.get_num_threads(), version
     if version is None or key not in plans:
-        with torch.inference_mode(False):
-            plans[key] = _pieces(mask[..., : value.shape[2]], of_query, value)
+        plans[key] = _pieces(mask[..., : value.shape[2]], of_query, value)
     return plans[key]
 
 
-def _pieces(mask: torch.Tensor, of_query: torch.Size, value: torch.Tensor) -> list[Piece]:
+@torch.inference_mode(False)
+def _pieces(mask: Tensor, of_query: torch.Size, value: Tensor) -> list[Piece]:
     """Pieces of few enough rows and nodes that no block has too many keys, for a mask (B or 1, H or 1, N, L)."""
     (count, heads, nodes, size), (groups, length, wide), block = of_query, value.shape[1:], BLOCK.get()
     least, most, in_order = _products(size, wide, block, value.device, torch.get_num_threads())
@@ -122,7 +134,8 @@ def _pieces(mask: torch.Tensor, of_query: torch.Size, value: torch.Tensor) -> li
     first = nodes if mask.is_floating_point() else 0  # nodes of a tree, whose mask is additive, lie before the past
     mask = mask.roll(-first, -1) if first else mask
     together = max(MOST // ((length + block) * shared * min(nodes, most)), 1)  # pairs of a row and a group
-    pieces, pending = [], [(row, 0, nodes) for row in range(0, count, together)]
+    pending = [(row, 0, nodes) for row in range(0, count, together)]
+    pieces: list[Piece] = []
     while pending:
         row, start, stop = pending.pop()
         rows, repeats, parts = slice(row, min(row + together, count)), -(-least // (shared * (stop - start))), None
@@ -136,25 +149,24 @@ def _pieces(mask: torch.Tensor, of_query: torch.Size, value: torch.Tensor) -> li
         step = max(together // (rows.stop - row), 1) if mask.shape[1] == 1 else groups
         for group in range(0, groups, step):
             at = rows, slice(group, group + step), slice(None), slice(start, stop)
-            pieces.append(Piece(at, repeats, precise, parts))
+            pieces.append((at, repeats, precise, parts))
     return pieces
 
 
-def _seen(mask: torch.Tensor) -> torch.Tensor:
+def _seen(mask: Tensor) -> Tensor:
     return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask
 
 
-def _parts(mask: torch.Tensor, first: int, block: int, heads: tuple[int, int]) -> list[Part] | None:
+def _parts(mask: Tensor, first: int, block: int, heads: tuple[int, int]) -> list[Part] | None:
     """The keys of nodes with a mask (b, H or 1, n, L), whose last places are the first slots; None if too many."""
     visible = _seen(mask).any(1).cpu().numpy()  # (b, n, L); in arrays, whose operations are short
-    number = (visible.cumsum(-1) - 1) // block
+    alike, number = visible.all(1), (visible.cumsum(-1) - 1) // block
+    alike &= (alike == visible.any(1)).cumprod(-1) > 0  # keys before the first that not all see
+    whole = int(alike.sum(-1).min()) // block if mask.shape[1] == 1 else 0
     number[~visible] = visible.shape[2]
     since, number[~visible] = number.min(1), -1  # (b, L): the first block of a key
     until = number.max(1)
-    blocks, alike = max(int(until.max()), 0) + 1, (since == until) & visible.all(1)
-    of_rows = torch.from_numpy((until + blocks * torch.arange(len(until))[:, None].numpy())[alike])
-    counts = of_rows.bincount(minlength=blocks * len(until)).view(-1, blocks).numpy()
-    whole = int((counts == block).all(0).cumprod().sum()) if mask.shape[1] == 1 else 0
+    blocks = max(int(until.max()), 0) + 1
     parts: list[Part] = []
     if whole:
         parts.append((_runs((alike & (until < whole))[:, None], block, first)[0], (whole, block), None))
@@ -190,13 +202,11 @@ def _runs(held: Any, size: int, first: int) -> tuple[list[Any], tuple[Any, ...]]
     return runs, (row, part, key, place)
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, piece: Piece, scaling: float, softcap: Any, s_aux: Any
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: float, softcap: Any, s_aux: Any) -> Tensor:
     """(b, g, r, n, e) of queries (b, g, r, n, d) over runs of keys and values (b, g, L, d or e)."""
     at, repeats, precise, parts = piece
     (rows, groups, shared, nodes, size), wide = query.shape, value.shape[3] + 1
-    factor = _factor(scaling * (LOG2 if softcap is None else 1 / softcap), repeats, precise, query.device)
+    factor = _factor(scale * (LOG2 if softcap is None else 1 / softcap), repeats, precise, query.device)
     query, scores = (query[:, :, None] * factor).reshape(rows * groups, 1, -1, size), []
     top: Any = None
     count = query.shape[2]
@@ -224,13 +234,13 @@ def _attend(
 
 
 @functools.cache
-def _factor(scale: float, repeats: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+@torch.inference_mode(False)
+def _factor(scale: float, repeats: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(repeats, 1, 1, 1), with which a product of queries is of this type."""
-    with torch.inference_mode(False):
-        return torch.full((repeats, 1, 1, 1), scale, dtype=dtype, device=device)
+    return torch.full((repeats, 1, 1, 1), scale, dtype=dtype, device=device)
 
 
-def _held(stored: torch.Tensor, runs: Any, count: int, dtype: torch.dtype, ones: int) -> torch.Tensor:
+def _held(stored: Tensor, runs: Any, count: int, dtype: torch.dtype, ones: int) -> Tensor:
     """What runs of keys or values (b, g, L, d) hold, and so many ones behind each: (b, g, K * k, d + ones)."""
     rows, groups, _, size = stored.shape
     held = stored.new_ones(rows, groups, count, size + ones, dtype=dtype)

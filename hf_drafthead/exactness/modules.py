@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,52 +18,46 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2CLS
 
-from hf_drafthead.bases.mixers import names_in_forward
-from hf_drafthead.bases.releases import COMPUTES_WITHOUT_KEYS, WRITES_STATE
+from hf_drafthead.bases.mixers import TREE_FORMS, extended, names_in_forward
+from hf_drafthead.bases.releases import COMPUTES_WITHOUT_KEYS, SCANS, SCANS_ONE, WRITES_STATE
 from hf_drafthead.exactness import attention
-from hf_drafthead.exactness.products import Inexact, RowByRow, elementwise, product
-from hf_drafthead.exactness.states import FUSED, InDouble, exact_form
+from hf_drafthead.exactness.products import ELEMENTWISE, InDouble, Inexact, RowByRow, elementwise, product
 
 PLAIN = "plain_class"  # the attribute of such a class with that of before
 BEFORE = "implementations_before_exact"  # the attribute of a base with its config's attention and experts of before
-BY_ITSELF = (nn.Linear, *{kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()})  # is exact
+ACTIVATIONS = (*{kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()},)
+FUSED = "mamba2_split_conv1d_scan_combined"  # a kernel of all, for training; without it the others are called
 FOLDING = {*COMPUTES_WITHOUT_KEYS, FUSED}  # functions that are others where a base is exact
-CHANGING = {*FOLDING, *(function.__name__ for function in RowByRow.ELEMENTWISE)}
-Make = Callable[[type[nn.Module]], Callable[..., Any]]
+CHANGING = {*FOLDING, *(function.__name__ for function in ELEMENTWISE)}
+CHUNK = 64  # tokens of a scan at a time
 
 
 @functools.cache
-def changed(plain: Any, make: Make) -> Any:
+def changed(plain: Any, decodes: bool) -> Any:
     """A class with another forward. Its modules are pickled and copied as those of the plain one, and changed again."""
     named = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, PLAIN: plain}
-    named["forward"] = functools.wraps(plain.forward)(make(plain))
-    named["__reduce_ex__"] = lambda self, _: (_blank, (plain, make), self.__dict__)
+    named["forward"] = functools.wraps(plain.forward)(_forward_of(plain, decodes))
+    named["__reduce_ex__"] = lambda self, _: (_blank, (plain, decodes), self.__dict__)
     return type(plain.__name__, (plain,), named)
 
 
-def _blank(plain: Any, make: Make) -> Any:
-    return object.__new__(changed(plain, make))
+def _blank(plain: Any, decodes: bool) -> Any:
+    return object.__new__(changed(plain, decodes))
 
 
-def _linear(plain: type[nn.Module]) -> Callable[..., Any]:
-    return lambda self, inputs: product(inputs, self.weight, self.bias)
-
-
-def _activation(plain: type[nn.Module]) -> Callable[..., Any]:
-    return lambda self, inputs: elementwise(functools.partial(plain.forward, self), inputs)
-
-
-def _decoder(plain: type[nn.Module]) -> Callable[..., Any]:
-    return torch.compiler.disable(plain.forward, reason="an exact base runs operation by operation.")
-
-
-def row_by_row(plain: type[nn.Module]) -> Callable[..., Any]:
+def _forward_of(plain: Any, decodes: bool) -> Callable[..., Any]:
     """A forward in which all products and functions are exact, and those that fold tokens into a state are others."""
-    run: Any = plain.forward
+    run = plain.forward
+    if decodes:
+        return torch.compiler.disable(run, reason="an exact base runs operation by operation.")
+    if run is nn.Linear.forward:
+        return lambda self, inputs: product(inputs, self.weight, self.bias)
+    if issubclass(plain, ACTIVATIONS):
+        return lambda self, inputs: elementwise(functools.partial(run, self), inputs)
     code: Any = inspect.unwrap(run)
     called = set(code.__code__.co_names) if inspect.isfunction(code) else set()
     if called & FOLDING:  # the same code, which finds them by their names
-        names = code.__globals__ | {name: exact_form(name, code.__globals__[name]) for name in called & FOLDING}
+        names = code.__globals__ | {name: _folding(name, code.__globals__[name]) for name in called & FOLDING}
         run = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
         run.__kwdefaults__ = code.__kwdefaults__
     mode = InDouble if WRITES_STATE in called else RowByRow
@@ -72,6 +67,32 @@ def row_by_row(plain: type[nn.Module]) -> Callable[..., Any]:
             return run(self, *args, **kwargs)
 
     return forward
+
+
+def _folding(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a mixer's module: over nodes its tree form, else what transformers has without kernels.
+
+    A prompt is folded in by chunks, single tokens one by one, and nodes in their tree form: three orders of one sum.
+    In float64, in which the states are kept too, what an order changes does not show in bfloat16 and float16.
+    """
+    plain: Callable[..., Any] = inspect.unwrap(function)
+    if name in (SCANS, SCANS_ONE):
+        plain = functools.partial(_scan if name == SCANS else _scan_one, plain)
+    return extended(plain, TREE_FORMS[name]) if name in TREE_FORMS else plain
+
+
+def _scan(plain: Callable[..., Any], inputs: torch.Tensor, *args: Any, **how: Any) -> Any:
+    """Of a text, whose step sizes are not held within limits, as those of single tokens are not."""
+    found = plain(inputs, *args, **how | {"chunk_size": CHUNK, "dt_limit": (0.0, math.inf)})
+    return (found[0].to(inputs.dtype), *found[1:]) if isinstance(found, tuple) else found.to(inputs.dtype)
+
+
+def _scan_one(
+    plain: Any, state: Any, inputs: Any, dt: Any, A: Any, B: Any, C: Any, *args: Any, z: Any = None, **how: Any
+) -> Any:
+    """Of a single token, which is folded into its state; z is a mixer's gate."""
+    outputs = plain(state, inputs.double(), dt, A, B.double(), C.double(), *args, **how).to(inputs.dtype)
+    return outputs if z is None else outputs * nn.functional.silu(z)
 
 
 def make_exact(base: PreTrainedModel) -> None:
@@ -88,23 +109,16 @@ def make_exact(base: PreTrainedModel) -> None:
     base.set_experts_implementation("eager")
     for name, module in base.named_modules():
         calls = names_in_forward(module)[1]
-        weights = (weight for weight in module._parameters.values() if weight is not None)
-        if module is decoder:
-            make: Make = _decoder
-        elif type(module).forward is nn.Linear.forward:
-            make = _linear
-        elif isinstance(module, BY_ITSELF[1:]):
-            make = _activation
-        elif calls & CHANGING or any(weight.dim() > 1 for weight in weights) and not isinstance(module, nn.Embedding):
-            make = row_by_row  # also experts, routers, convolutions
-        else:
+        weights = [weight for weight in module._parameters.values() if weight is not None and weight.dim() > 1]
+        multiplies = bool(weights) and not isinstance(module, nn.Embedding)  # also experts, routers, convolutions
+        if not (module is decoder or multiplies or isinstance(module, ACTIVATIONS) or calls & CHANGING):
             continue
         if "forward" in vars(module):
             raise Inexact(f"{named(base, name)} has a forward of its own, as modules that are offloaded have")
         if base.dtype == torch.float32 and WRITES_STATE in calls:
             raise Inexact(f"{named(base, name)} keeps a state, for which it has to be in bfloat16 or float16")
         plain: Any = type(module)
-        module.__class__ = changed(plain, make)
+        module.__class__ = changed(plain, module is decoder)
 
 
 def named(base: PreTrainedModel, name: str) -> str:
