@@ -290,7 +290,7 @@ ROOMS = [
     ("evaluation", 1632),
     ("cli", 1336),
     ("learning", 424),
-    ("exactness", 755),
+    ("exactness", 758),
     ("batching", 1146),
 ]
 ROOMS += [("serving", 922), ("cards", 524), ("data", 604), ("page", 202)]

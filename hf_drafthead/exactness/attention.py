@@ -89,7 +89,8 @@ def _batched(rows: Tensor, weight: Tensor, _: Any = None) -> Tensor:
 def _products(size: int, wide: int, block: int, device: torch.device, _: int) -> tuple[int, int, bool]:
     """From how many rows on, and up to how many, products agree; and whether they add in order: whether attention over
     few of the keys and values has the bits of that among them all."""
-    draw = functools.partial(torch.rand, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.rand, generator=generator)
     keys, values = (draw(block + OTHERS, each).to(device) for each in (size, wide + 1))
     with torch._C.DisableTorchFunction(), _plainly(device.type):
         weights = keys, keys[:block], values.T, values[:block].T
@@ -97,7 +98,7 @@ def _products(size: int, wide: int, block: int, device: torch.device, _: int) ->
         least, most, in_order = max(fewest), min(largest), True
         queries, shares = (draw(least, each).to(device) for each in (size, len(keys)))
         for count in (block, block - block // 3, block // 3 + 1):
-            order, among = torch.randperm(len(keys), device=device), shares.clone()
+            order, among = torch.randperm(len(keys), generator=generator).to(device), shares.clone()
             seen, among[:, order[count:]] = order[:count].sort().values, 0
             some = torch.cat([seen, order[count:]])[:block]
             scored = same(_batched(queries, keys)[:, some], _batched(queries, keys[some]))
@@ -208,7 +209,6 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: floa
     (rows, groups, shared, nodes, size), wide = query.shape, value.shape[3] + 1
     factor = _factor(scale * (LOG2 if softcap is None else 1 / softcap), repeats, precise, query.device)
     query, scores = (query[:, :, None] * factor).reshape(rows * groups, 1, -1, size), []
-    top: Any = None
     count = query.shape[2]
     for runs, (blocks, each), bias in parts:
         keys = _held(key, runs, blocks * each, precise, 0).view(-1, each, size)  # (b * g * K, k, d)
@@ -217,8 +217,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, piece: Piece, scale: floa
         if softcap is not None:
             part = elementwise(torch.tanh, part) * (softcap * LOG2)
         scores.append(part if bias is None else part.add_(bias))
-        largest = part.detach().amax((2, 4), keepdim=True)  # (b, g, 1, M, 1)
-        top = largest if top is None else top.maximum(largest)
+    largest = (part.detach().amax((2, 4), keepdim=True) for part in scores)
+    top: Any = functools.reduce(torch.maximum, largest)  # (b, g, 1, M, 1)
     if s_aux is not None:
         sinks = s_aux.to(precise).view(-1, 1, shared, 1)[at[1]] * LOG2
         sinks = sinks.expand(rows, -1, repeats, -1, nodes).reshape(rows, groups, 1, count, 1)
