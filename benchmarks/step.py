@@ -4,17 +4,21 @@
     python benchmarks/step.py --shape 160m --nodes 16 # random weights of a named LLaMA shape, fresh heads of any family
     python benchmarks/step.py --model DFLASH --chain --nodes 8 --dtype bfloat16
     python benchmarks/step.py --shape 250m --nodes 16 --captured --accept 3
+    python benchmarks/step.py --loading --model HEADS --dtype bfloat16 --repeats 60   # of loading, instead of a step
 
 The parts are timed inside `generate()`, base and heads in turns in one process; figures are medians over the repeats.
 `bookkeeping` is the step without verify and draft: walk, commit and the loop around them. With `--captured` the whole
 step is also run compiled, and so is the base. `--accept N` makes the heads right N times per step, at their own cost
-(`planted.py`): what the step would be worth to trained heads of that quality.
+(`planted.py`): what the step would be worth to trained heads of that quality. With `--loading` a checkpoint and its
+base alone are loaded in turns in one process; the least of the repeats counts, of the processor's seconds and of the most
+memory that is held when every page was read.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import statistics
 import time
@@ -24,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from planted import PlantedDrafter
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedModel
 
@@ -214,10 +219,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--loading", action="store_true", help="only what loading takes, beside loading the base alone")
     parser.add_argument("--json", help="also write the figures here, beside those of other models")
     args = parser.parse_args()
     if args.family and not args.shape:
         parser.error(f"--family {args.family[0]} is for --shape: a checkpoint has the heads it has, drop --family.")
+    if args.loading:
+        transformers.utils.logging.disable_progress_bar()
+        for heads in args.model or map(zoo.path, zoo.families()):
+            print(json.dumps(loading(heads, args.dtype, args.repeats)), flush=True)
+        return
     table = []
     for name, model, prompt in models(args):
         for nodes in args.nodes:
@@ -231,6 +242,36 @@ def main() -> None:
             show(table[-1], first=len(table) == 1)
     if args.json:
         merge(table, Path(args.json))
+
+
+def loading(heads: str, dtype: str, repeats: int) -> dict[str, Any]:
+    """The least processor seconds and MB of loading heads with their base, and of loading that base alone."""
+    places = {BASE: AutoModelForCausalLM.from_pretrained(heads).base.name_or_path, HEADS: heads}
+    seconds, memory = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
+
+    def held(name: str) -> float:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 2**10
+
+    def load(place: str) -> tuple[float, float]:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before, start = held("VmRSS"), time.process_time()
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype)
+        taken = time.process_time() - start
+        for tensor in model.state_dict().values():
+            tensor.flatten()[:: 4096 // tensor.element_size()].sum()
+        return taken, held("VmHWM") - before
+
+    for way, place in list(places.items()) * (repeats + 1):
+        gc.collect()
+        for figures_of, figure in zip((seconds, memory), load(place)):
+            figures_of[way].append(figure)
+    figures: dict[str, Any] = {"model": heads, "dtype": dtype, "repeats": repeats}
+    for name, taken in (("seconds", seconds), ("mb", memory)):  # without the first round, which fills caches
+        least = {way: min(taken[way][1:]) for way in places}
+        figures |= {f"{name}_{way}": round(least[way], 4) for way in places}
+        figures[f"{name}_ratio"] = round(least[HEADS] / least[BASE], 3)
+    return figures
 
 
 def merge(table: list[dict], path: Path) -> None:

@@ -18,6 +18,7 @@ LEFT = ["optimizer*", "scheduler.*", "rng_state*", "trainer_state.json", "checkp
 LEFT += ["events.out.tfevents*", "wandb", "mlruns", "clock.json", "__pycache__", ".*", "*.lock", "*.incomplete"]
 LEFT += ["*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt", "*.joblib", "*.pyc", "*.pem", "*.key", "id_rsa*"]
 LEFT += ["id_ed25519*", "token", "stored_tokens", "credentials*", "*.tmp"]
+ADAPTERS = f"{BASE_FOLDER}/*/adapter_*"  # of the base, one in each folder
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt")  # any string may be a word of a vocabulary
 SECRET = re.compile(
     rb"\bhf_[A-Za-z0-9]{30,}|\bsk-[A-Za-z0-9_-]{20,}|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}"

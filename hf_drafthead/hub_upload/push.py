@@ -121,14 +121,7 @@ def push_folder(folder: str | os.PathLike, target: Target, *, base: str | None =
         return _push(staged, target, notes, shown=str(source), dry_run=dry_run)
 
 
-def _push(
-    folder: Path,
-    target: Target,
-    notes: list[str],
-    *,
-    shown: str,
-    dry_run: bool = False,
-) -> Push:
+def _push(folder: Path, target: Target, notes: list[str], *, shown: str, dry_run: bool = False) -> Push:
     config, refused = read_heads_config(str(folder)), list[ValueError]()
     base = config.base_model_name_or_path
     if config.base_included and base and base != BASE_FOLDER and is_local(base, folder):  # as earlier releases wrote
@@ -194,9 +187,9 @@ def _send(files: dict[str, Path], removed: list[str], target: Target, there: Des
 
 
 def _replaced(on_hub: Iterable[str], files: dict[str, Path]) -> list[str]:
-    """Weights and figures on the Hub that are not sent again: they would be mistaken for those of the new heads."""
-    figures = [name for name in on_hub if FIGURES.fullmatch(name) and name not in files]
-    return outdated(on_hub, files) + figures
+    """Weights, adapters and figures on the Hub that are not sent again: they would be taken for the new heads'."""
+    others = [name for name in on_hub if FIGURES.fullmatch(name) or Path(name).match(contents.ADAPTERS)]
+    return outdated(on_hub, files) + [name for name in others if name not in files]
 
 
 @contextmanager

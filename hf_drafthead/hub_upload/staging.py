@@ -12,7 +12,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from hf_drafthead.cards.card import read_card, without_folders
 from hf_drafthead.cards.sections import merge, sections_of
-from hf_drafthead.hub_upload.contents import find_base, sort_files
+from hf_drafthead.hub_upload.contents import ADAPTERS, find_base, sort_files
 from hf_drafthead.hub_upload.destination import Target, download
 from hf_drafthead.modeling import DraftHeadConfig, DraftHeadPreTrainedModel, base_model
 from hf_drafthead.modeling.config import BASE_FOLDER
@@ -51,6 +51,10 @@ def stage_folder(source: Path, folder: Path, target: Target, base: str | None = 
     """Copy the files of a checkpoint's folder into an empty one, for a base that may be named anew; notes as above."""
     config, token = read_heads_config(str(source)), target.token
     files, behind = sort_files(source)
+    former = {path.parent for name, path in files.items() if Path(name).match(ADAPTERS)}  # which the base has no more
+    former -= {source / BASE_FOLDER / name for name in config.base_adapters or ()}
+    behind += sorted(path.relative_to(source).as_posix() for path in former)
+    files = {name: path for name, path in files.items() if path.parent not in former}
     if target.include_base and not config.base_included:
         model: Any = BY_MODEL_TYPE[config.model_type].from_pretrained(source, dtype="auto", token=token)
         model.save_pretrained(folder, include_base=True, max_shard_size=target.max_shard_size)

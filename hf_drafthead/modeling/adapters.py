@@ -15,7 +15,7 @@ from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from hf_drafthead.modeling.config import DraftHeadConfig
-from hf_drafthead.modeling.files import edit_json, fetch_file, is_local, open_tensors, read_json
+from hf_drafthead.modeling.files import edit_json, fetch_file, is_local, open_tensors, read_json, refusing
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # of every name in a file of PEFT's
@@ -57,14 +57,11 @@ def load_adapter(model: Any, folder: str | Path, name: str = "default", trainabl
         training = model.training
         add_adapter(model, config, name, tensors)
         model.train(training)  # what was put in is in training mode
-    report = peft.set_peft_model_state_dict(model, tensors, adapter_name=name)
-    of_adapter = {key for key in report.missing_keys if f".{name}." in f"{key}."}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    loaded = {id(parameter) for key, parameter in parameters.items() if key not in of_adapter}
-    # PEFT stores once what is tied, and calls its other name missing
-    missing = [key for key in of_adapter if id(parameters.get(key)) not in loaded]
-    if wrong := sorted({*missing, *report.unexpected_keys}):
-        raise ValueError(f"the adapter in {str(folder)!r} was made for another model, {wrong[0]!r} does not fit it.")
+    with refusing(ValueError, f"the adapter in {str(folder)!r} cannot be put on this base"):
+        unexpected = peft.set_peft_model_state_dict(model, tensors, adapter_name=name).unexpected_keys
+        stored = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        if wrong := sorted({*stored.keys() - tensors.keys(), *unexpected}):
+            raise ValueError(f"its {wrong[0]!r} is of another model")
 
 
 def unwrapped(base: Any) -> Any:
@@ -74,10 +71,8 @@ def unwrapped(base: Any) -> Any:
         return base
     if any(config.is_prompt_learning for config in base.peft_config.values()):
         kinds = ", ".join(sorted(config.peft_type.value for config in base.peft_config.values()))
-        raise ValueError(
-            f"the base has an adapter of the type {kinds}, which is a part of the prompt: draft heads need one that is "
-            "a part of the layers, such as LoRA."
-        )
+        what = f"the base has an adapter of the type {kinds}, which is a part of the prompt"
+        raise ValueError(f"{what}: draft heads need one that is a part of the layers, such as LoRA.")
     inner = base.get_base_model()
     inner.peft_config, inner._hf_peft_config_loaded = base.peft_config, True
     return inner
@@ -93,10 +88,8 @@ def adapters_of(base: nn.Module) -> dict[str, bool]:
     if merged >= names:
         return {}
     if merged:
-        raise ValueError(
-            f"of the base's adapters {min(merged)!r} is merged and {min(names - merged)!r} is not: merge all of them, "
-            "or none (unmerge_adapter)."
-        )
+        what = f"of the base's adapters {min(merged)!r} is merged and {min(names - merged)!r} is not"
+        raise ValueError(f"{what}: merge all of them, or none (unmerge_adapter).")
     active = [] if all(layer.disable_adapters for layer in layers) else layers[0].active_adapters
     return {name: name in active for name in [*active, *sorted(names.difference(active))]}
 
@@ -115,13 +108,14 @@ def activate(base: nn.Module, names: list[str]) -> None:
 def save_adapters(base: Any, folder: Path, stored: DraftHeadConfig) -> None:
     """Write each adapter of a base into a folder of its name, as PEFT reads it, with a name of the base that heads in
     the folder around it name, where others can read that."""
-    of, revision = stored.base_model_name_or_path, stored.base_model_revision
+    peft, of, revision = import_module("peft"), stored.base_model_name_or_path, stored.base_model_revision
     if stored.base_included or is_local(of or "", folder.parent):
         of = revision = None
     for name in stored.base_adapters or ():
         place = folder / name
         place.mkdir(parents=True)
-        tensors = import_module("peft").get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
+        with refusing(ValueError, f"the adapter {name!r} cannot be saved apart", "merge it (merge_and_unload)."):
+            tensors = peft.get_peft_model_state_dict(base, adapter_name=name, save_embedding_layers=False)
         # copies, for safetensors takes no two tensors in the same memory
         copies = {f"{PREFIX}{key}": tensor.detach().clone().contiguous() for key, tensor in tensors.items()}
         save_file(copies, place / ADAPTER_WEIGHTS, metadata={"format": "pt"})

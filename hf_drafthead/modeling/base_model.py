@@ -83,7 +83,11 @@ def load_base(
     with reading():
         adapter = find_adapter(place, hub)
         if adapter is not None and files.fetch_file(place, CONFIG_NAME, hub) is None:
-            place, hub = _base_of_adapter(adapter, hub)
+            config = files.read_json(Path(adapter) / ADAPTER_CONFIG_NAME)
+            if not (place := str(config.get("base_model_name_or_path") or "")):
+                raise ValueError(f"the adapter in {adapter!r} does not say which base it is for: load the two yourself")
+            hub = {**hub, "revision": config.get("revision") or "main"}
+            hub.pop("subfolder", None)
         else:
             adapter = None  # a folder that holds both: transformers loads the two
         of_config = {key: arguments[key] for key in OF_CONFIG if arguments.get(key) is not None}
@@ -101,15 +105,6 @@ def load_base(
         load_adapter(loaded, adapter)
     origin = {"base_model_name_or_path": full_name(place), "base_model_revision": commit, "base_gguf_file": file}
     return loaded, {**origin, "base_subfolder": hub.get("subfolder") or None}
-
-
-def _base_of_adapter(folder: str, hub: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where the base of an adapter lies, and how it is fetched; a ValueError if the adapter does not say it."""
-    config = files.read_json(Path(folder) / ADAPTER_CONFIG_NAME)
-    if not (name := config.get("base_model_name_or_path")):
-        raise ValueError(f"the adapter in {folder!r} does not say which base it is for: load the two yourself")
-    fetch = {key: value for key, value in hub.items() if key != "subfolder"}
-    return str(name), {**fetch, "revision": config.get("revision") or "main"}
 
 
 def name_base(config: DraftHeadConfig, checkpoint: str | os.PathLike, origin: Mapping[str, Any]) -> None:
@@ -268,8 +263,11 @@ def load_tokenizer(name: str | os.PathLike, gguf_file: str | None = None, **argu
 
 
 def fingerprint(base: Any, config: DraftHeadConfig) -> tuple[list[str], dict[str, Any]]:
-    """What a base is, by which a change is found: the files of the named one, and by name a print of every tensor."""
-    return _files_of(base, config), {name: _print(tensor) for name, tensor in tensors_of(base).items()}
+    """What a base is, by which a change is found: the files of the named one, and by name a print of every tensor; None
+    of one that is in those files, with which all its values are compared."""
+    named, own = _files_of(base, config), tensors_of(base)
+    stored = {name for file in named for name in safe_open(file, framework="pt").keys()}
+    return named, {name: None if name in stored and _is_ordinary(own[name]) else _print(own[name]) for name in own}
 
 
 def _place_of(config: DraftHeadConfig) -> dict[str, Any]:
@@ -352,7 +350,7 @@ def change_of_base(
                 if not _same(stored.get_tensor(key), rest.pop(key)):
                     return f"{key} has another shape or other values than in {name!r}"
     for key, (form, values) in ((key, _print(tensor)) for key, tensor in rest.items()):
-        if form != prints[key][0] or not _same(prints[key][1], values):
+        if prints[key] is None or form != prints[key][0] or not _same(prints[key][1], values):
             return f"{key} has another shape, form or other values"
     return None
 

@@ -105,11 +105,12 @@ class DraftHeadConfig(NotCopied, PreTrainedConfig):
     def check(self) -> None:
         """Refuse values that cannot be built; families extend it."""
         self._check_count("num_draft_heads", 1, MAX_HEADS)
-        if "num_layers" in self.heads_fields():
+        own_fields = self.own_fields()
+        if "num_layers" in own_fields:
             self._check_count("num_layers", 1, MAX_LAYERS)
         for field in fields(self):
             value, kind = getattr(self, field.name), field.type
-            if field.name in self.own_fields() and kind in KINDS and not isinstance(value, kind):  # type: ignore
+            if field.name in own_fields and kind in KINDS and not isinstance(value, kind):  # type: ignore
                 raise ValueError(f"{field.name} is {shortened.repr(value)}: expected {KINDS[kind]}.")
         if not (self.dtype is None or isinstance(self.dtype, torch.dtype)):
             raise ValueError(f"dtype is {shortened.repr(self.dtype)}: expected the name of one, such as bfloat16.")
@@ -345,6 +346,11 @@ class HeadsGenerationConfig(GenerationConfig):
         ours.__dict__.update(copy.deepcopy(vars(config)) if config is not None else {})
         return ours
 
+    @classmethod
+    def from_model_config(cls, model_config: Any) -> "HeadsGenerationConfig":
+        """The defaults: what a model with heads generates by is its base's own generation config."""
+        return cls()
+
     def validate(self, strict: bool = False, **kwargs: Any) -> None:
         """As in transformers for a config that was not changed: contradictions are warned of, errors raised."""
         super().validate(**kwargs)
@@ -383,7 +389,9 @@ def sub_config(name: str, given: Any) -> Any:
     _refuse_shadowing(name, config_class, fields)
     kind = f"a {shortened.repr(model_type)} model" if in_transformers else "a model"
     with refusing(ValueError, f"{name} is no config of {kind}", "correct it."):  # each checks its fields in its own way
-        config = config_class.from_dict(fields)
+        # transformers' own from_dict writes the config into a message that is rarely read, which costs as much again
+        own = inspect.getattr_static(config_class, "from_dict") is not vars(PreTrainedConfig)["from_dict"]
+        config = config_class.from_dict(fields) if own else config_class(**fields)
     if not in_transformers:
         config.model_type = model_type
     return config

@@ -52,6 +52,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
     """A base and a drafter in one model, and the ways to make it; `modeling.base` has what it does."""
 
     config: DraftHeadConfig
+    generation_config_class = HeadsGenerationConfig
     drafter_class: ClassVar[type[Drafter]]
     checkpoint_revision: str | None = None
     _as_loaded: Any = None  # what the base was, see `fingerprint`; None if it was never loaded
@@ -71,6 +72,7 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         self.post_init()
         if build_base:
             self.attach(self.base)
+            self._take_generation_config({})
             self.drafter.copy_from_base()
 
     @classmethod
@@ -108,7 +110,9 @@ class LoadableModel(DraftHeadGenerationMixin, PreTrainedModel):
         family_fields = cls.config_class.heads_fields()
         config_fields = {name: getattr(config, name) for name in family_fields} if config is not None else {}
         config_fields |= {name: kwargs.pop(name) for name in cls.config_class.own_fields() & set(kwargs)}
-        loaded, origin = load_base(base, dict(revision=base_revision, **kwargs))  # a second revision raises
+        if "revision" in kwargs:
+            raise TypeError("from_base has no argument revision=: give base_revision=, which is the base's.")
+        loaded, origin = load_base(base, {**kwargs, "revision": base_revision})
         if loaded.get_output_embeddings() is None:
             raise ValueError(f"{type(loaded).__name__} has no lm_head: draft heads need a causal language model.")
         origin["last_hidden_size"] = width_of(loaded)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -75,10 +75,12 @@ def test_what_is_published_holds_the_adapter(adapted, tmp_path):
     (tmp_path / "by model").mkdir()
     stage_model(AutoModel.from_pretrained(tmp_path / "heads"), tmp_path / "by model", Target("org/heads"))
     (tmp_path / "by folder").mkdir()
+    shutil.copytree(tmp_path / "lora", tmp_path / "heads" / "base" / "former")  # which was deleted since
     stage_folder(tmp_path / "heads", tmp_path / "by folder", Target("org/heads"))
     for folder in ("by model", "by folder"):
         loaded = MedusaForCausalLM.from_pretrained(tmp_path / folder, base_model=tmp_path / "base")
         check(loaded, adapted)
+        assert [path.name for path in (tmp_path / folder / "base").iterdir()] == ["default"]
 
 
 @pytest.mark.few(1)
@@ -174,7 +176,7 @@ def test_an_adapter_of_another_base_is_refused(adapted, tmp_path):
     tiny_base("llama-gqa", num_hidden_layers=1).save_pretrained(tmp_path / "other")
     fields = json.loads(config.read_text())
     config.write_text(json.dumps({**fields, "base_model_name_or_path": str(tmp_path / "other")}))
-    with pytest.raises(ValueError, match=r"lora' was made for another model"):
+    with pytest.raises(ValueError, match=r"lora' cannot be put on this base .* of another model"):
         MedusaForCausalLM.from_base(tmp_path / "lora")
 
 
@@ -187,13 +189,12 @@ def test_adapters_that_cannot_be_one_unit_are_refused(adapted, tmp_path):
         MedusaForCausalLM.from_base(tmp_path / "lora")
 
 
+TOKENS = {"trainable_token_indices": {"embed_tokens": [5, 6]}, "target_modules": ["q_proj"]}
 KINDS = {
     "tokens of a tied base": ({"trainable_token_indices": [5, 6], "target_modules": ["q_proj"]}, True),
-    "tokens of an untied base": (
-        {"trainable_token_indices": {"embed_tokens": [5, 6]}, "target_modules": ["q_proj"]},
-        False,
-    ),
+    "tokens of an untied base": (TOKENS, False),
     "a whole layer": ({"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]}, False),
+    "AdaLoRA": ({"init_r": 3, "total_step": 9, "target_modules": ["q_proj"]}, True),
     "DoRA": ({"use_dora": True, "target_modules": ["q_proj", "down_proj"]}, True),
     "RS-LoRA on all layers": ({"use_rslora": True, "target_modules": "all-linear"}, True),
 }
@@ -204,7 +205,8 @@ KINDS = {
 def test_what_is_saved_of_any_adapter_loads_as_it_was(kind, include_base, tmp_path):
     fields, tied = KINDS[kind]
     tiny_base("llama-gqa", tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
-    config = LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **fields)
+    kind_of_config = AdaLoraConfig if "init_r" in fields else LoraConfig
+    config = kind_of_config(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **fields)
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), config).eval()
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():

@@ -124,6 +124,8 @@ def test_a_base_for_new_heads_that_is_not_there(tmp_path):
     for name, what in ((tmp_path, "cannot be read"), (tmp_path / "not there", "was not found"), ("org/not", "...")):
         with refused(OSError, f"the base '...' {what} (...): give the id or path of a causal language model."):
             MedusaForCausalLM.from_base(name, local_files_only=True)
+        with refused(TypeError, "from_base has no argument revision=: give base_revision=, which is the base's."):
+            MedusaForCausalLM.from_base(name, revision="main")
 
 
 def test_a_base_without_lm_head():
