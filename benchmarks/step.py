@@ -10,8 +10,8 @@ The parts are timed inside `generate()`, base and heads in turns in one process;
 `bookkeeping` is the step without verify and draft: walk, commit and the loop around them. With `--captured` the whole
 step is also run compiled, and so is the base. `--accept N` makes the heads right N times per step, at their own cost
 (`planted.py`): what the step would be worth to trained heads of that quality. With `--loading` a checkpoint and its
-base alone are loaded in turns in one process; the least of the repeats counts, of the processor's seconds and of the most
-memory that is held when every page was read.
+base alone are loaded in turns in one process; of the processor's seconds, and of the most memory held when every page
+was read, the least counts.
 """
 
 from __future__ import annotations
