@@ -43,6 +43,9 @@ def test_heads_find_the_file_again(place, tmp_path, name, monkeypatch):
     assert same_text(model, again) and same_text(again, again.base)
     assert again.config.base_gguf_file == FILE and tokenizer("ab")["input_ids"] == [9]
     assert f"(its GGUF file `{FILE}`)" in write_card(tmp_path).read_text()
+    again.base.lm_head.weight.data.neg_()  # there is no file of safetensors to compare it with
+    again.save_pretrained(tmp_path / "changed")
+    assert same_text(again, AutoModel.from_pretrained(tmp_path / "changed"))
     monkeypatch.chdir(place.parents[1])  # a name of three parts, as of a file on the Hub
     model.save_pretrained(tmp_path, base_model=(place / FILE).relative_to(place.parents[1]))
     assert same_text(model, MedusaForCausalLM.from_pretrained(tmp_path))
