@@ -253,7 +253,7 @@ def test_what_a_reader_of_one_step_must_open(name, captured, most, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shared, most", [(False, [17, 103, 1337]), (True, [23, 152, 1909])], ids=["generate", "manager"]
+    "shared, most", [(False, [17, 103, 1337]), (True, [23, 152, 1911])], ids=["generate", "manager"]
 )
 def test_what_a_reader_of_a_whole_call_must_open(shared, most):
     model, ids = built("eagle"), torch.arange(3, 9)[None]

@@ -98,6 +98,8 @@ class Manager(Scheduler):
         texts = TextIndex.of(lookup_texts, tokenizer, more=ANSWERS if lookup_answers else 0) if looks_up else None
         config, drafting, _ = model.eval()._merged_config(generation_config, {"use_cache": True}, draft_tree=draft_tree)
         plans = Plans(model, config, drafting, draft_tree, config.prompt_lookup_num_tokens or None, texts)
+        if model.drafter.copies is not None:
+            model._check_copies(plans)
         most = SLOTS_ON_CPU if model.base.device.type == "cpu" else SLOTS
         slots, answers = asked or min(wanted or most, most), texts if lookup_answers else None
         super().__init__(model, plans, slots, most_waiting or 0, longest_pause, answers)

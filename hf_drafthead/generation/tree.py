@@ -349,7 +349,7 @@ def _tree_files() -> dict[str, list[list[int]]]:
 def _validated(paths: Iterable[Sequence[int]]) -> tuple[RankPath, ...]:
     """The paths as sorted tuples, or one line about the first that is wrong."""
     expected = "expected rank paths such as [[0], [1], [0, 0]]"
-    if isinstance(paths, (str, bytes)) or not isinstance(paths, Iterable):
+    if isinstance(paths, (str, bytes, dict)) or not isinstance(paths, Iterable):
         raise TypeError(f"a tree was given as {_shown.repr(paths)} ({type(paths).__name__}): {expected}.")
     rank_paths: list[RankPath] = []
     for path in paths:

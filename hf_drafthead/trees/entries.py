@@ -55,7 +55,7 @@ class CalibrationKey(NamedTuple):
         key = cls(*map(entry.get, cls._fields))  # type: ignore[arg-type]
         kinds: dict[str, Any] = {"threads": int | None, "batch_size": int, "heads_hash": str | None}
         for name, value in key._asdict().items():
-            if not isinstance(value, kinds.get(name, str)) or isinstance(value, bool):
+            if not isinstance(value, kinds.get(name, str)) or isinstance(value, bool) or value == 0:
                 raise damaged(entry, TypeError(f"its field {name!r} is {str(value)[:20]!r}"))
         return key
 

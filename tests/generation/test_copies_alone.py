@@ -119,8 +119,9 @@ def test_a_base_that_was_resized_drafts():
 @pytest.mark.parametrize("tree", [[[0]], "dynamic", "mc_sim_7b_63", {"dynamic": {"nodes": 4}}], ids=str)
 def test_a_tree_of_heads_is_refused(tree):
     model = hf_drafthead.from_base(shared_base("llama"))
-    with pytest.raises(ValueError, match="this model has no heads and guesses copies of the text alone: leave it out"):
-        model.generate(torch.tensor([[5, 6]]), draft_tree=tree, max_new_tokens=4)
+    for call, ids in ((model.generate, torch.tensor([[5, 6]])), (model.generate_batch, [[5, 6]])):
+        with pytest.raises(ValueError, match="this model has no heads and guesses copies of the text alone: leave"):
+            call(ids, draft_tree=tree, max_new_tokens=4)
 
 
 def test_auto_guesses_copies_alone_in_managers_and_from_a_config():
