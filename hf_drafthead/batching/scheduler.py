@@ -299,5 +299,5 @@ class Scheduler(RequestTracker):
         if self._answers is not None and request.tokens:
             self._answers.put([*request.prompt[-LONGEST_GRAM:], *request.tokens])  # found from its first token on
         if self.learner is not None and request.error is None:
-            self.learner.offer(request.prompt, request.tokens, request.learn)
+            self.learner.offer(request.prompt, request.tokens, request.learn, request.accepted)
         self._deliver(request)

@@ -96,10 +96,12 @@ class Learner:
         """A copy of the model has no learner."""
         return type(None), ()
 
-    def offer(self, prompt: Sequence[int], answer: Sequence[int], allowed: bool | None = None) -> None:
-        """Take the text of a finished request, if its client allows that."""
+    def offer(
+        self, prompt: Sequence[int], answer: Sequence[int], allowed: bool | None = None, accepted: int = 0
+    ) -> None:
+        """Take the text of a finished request, so many guesses of which were accepted, if its client allows that."""
         if self.stopped is None and (self.everybody if allowed is None else allowed):
-            self.texts.add(prompt, answer)
+            self.texts.add(prompt, answer, accepted)
 
     @property
     def wants(self) -> bool:
@@ -157,15 +159,16 @@ class Learner:
                 return
             yield
         recent, serves = list(self.texts.recent), learning.source
-        before = yield from self._measured(recent, serves)
+        before = statistics.mean((yield from self._measured(recent, serves)))
         self.first = before if self.first is None else self.first
-        for text in recent[-2:]:
-            self.texts.keep(text, (yield from self._measured([text], serves)))
+        new = self.texts.new()
+        for (kind, text), then in zip(new, (yield from self._measured([text for _, text in new], serves))):
+            self.texts.keep(kind, text, then)
         tried = self._copied(serves)
         write([*tried.parameters()], learning.mean)
-        after, falls = (yield from self._measured(recent, tried)), False
+        after, falls = statistics.mean((yield from self._measured(recent, tried))), False
         for texts, then in self.texts.kinds():
-            falls = falls or (yield from self._measured(texts, tried)) < ALLOWED_FALL * then
+            falls = falls or statistics.mean((yield from self._measured(texts, tried))) < ALLOWED_FALL * then
         self.rounds += 1
         with _WRITING:
             if self._outdated(learning):  # heads that have learned elsewhere meanwhile, or were trained
@@ -237,13 +240,13 @@ class Learner:
     def _copied(self, drafter: Any) -> Any:
         return copy.deepcopy(drafter, {id(self.model.base): self.model.base}).eval()
 
-    def _measured(self, texts: Sequence[Text], drafter: Any) -> Generator[None, None, float]:
-        """Mean tokens per step of a drafter on some texts, a few at a time."""
+    def _measured(self, texts: Sequence[Text], drafter: Any) -> Generator[None, None, list[float]]:
+        """Tokens per step of a drafter on each text, a few at a time."""
         values: list[float] = []
         for first in range(0, len(texts), ROWS):
             values += self._rates(texts[first : first + ROWS], drafter)
             yield
-        return statistics.mean(values)
+        return values
 
     def _rates(self, texts: Sequence[Text], drafter: Any) -> list[float]:
         """Tokens per step on each text, at any of its places, with a tree of 64 nodes."""

@@ -15,7 +15,7 @@ from hf_drafthead.training.heads_loss import IGNORED
 LONGEST = 512  # tokens of a text, of which the prompt's end takes what its answer leaves
 LEAST_ANSWER = 4  # tokens; heads learn little of fewer
 EVERY = 6  # one of so many texts is held out
-OF_A_KIND, KINDS = 6, 16  # texts that are held out for long, of those on which heads guess equally well
+OF_A_KIND, KINDS = 6, 16  # texts that are held out for long, of those that took equally many tokens per step
 LEAST_OF_A_KIND = 3
 AFTER_A_MOVE, HELD_OUT_AFTER_A_MOVE = 64, 8  # texts that stay where the base has changed
 
@@ -37,27 +37,32 @@ class RecentTexts:
     """The newest texts, of so many tokens to learn from (4 bytes each) and so many held out.
 
     Every sixth is held out: the newest of these tell how heads guess on what is asked now (`recent`). Few of each kind
-    stay for longer (`kept`), a kind being texts on which the heads guessed equally well when they came: one client with
-    very many texts does not push out those of all others.
+    stay for longer (`kept`; `arrived` those of which is not known yet how heads guess on them), a kind being texts on
+    which the heads guessed equally well when they came: one client with very many texts does not push out those of all
+    others, however seldom there is a round.
     """
 
     def __init__(self, tokens: int, held_out: int):
         self.tokens, self.size, self.seen, self.fresh = tokens, 0, 0, 0
         self.texts: deque[Text] = deque()
         self.recent: deque[Text] = deque(maxlen=held_out)
+        self.arrived: dict[int, deque[Text]] = {}
         self.kept: dict[int, deque[tuple[Text, float]]] = {}
         self.dice = random.Random(0)
 
-    def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Take a text; of a long one the beginning of the answer, behind the end of the prompt."""
+    def add(self, prompt: Sequence[int], answer: Sequence[int], accepted: int = 0) -> None:
+        """Take a text, so many guesses of which were accepted; of a long one the beginning of the answer, behind the
+        end of the prompt."""
         if len(answer) < LEAST_ANSWER or not prompt:
             return
+        kind = min(KINDS * accepted // len(answer), KINDS - 1)
         answer = answer[: LONGEST - 1]
         prompt = prompt[-(LONGEST - len(answer)) :]
         text = Text(torch.tensor([*prompt, *answer], dtype=torch.int32), len(prompt))
         self.seen, self.fresh = self.seen + 1, self.fresh + 1
         if self.seen % EVERY == 0:
             self.recent.append(text)
+            self.arrived.setdefault(kind, deque(maxlen=LEAST_OF_A_KIND)).append(text)
             return
         self.texts.append(text)
         self.size += len(text.ids)
@@ -68,14 +73,20 @@ class RecentTexts:
         """Rows to learn from, any of those there are."""
         return [text.row() for text in self.dice.sample(list(self.texts), min(count, len(self.texts)))]
 
-    def keep(self, text: Text, tokens_per_step: float) -> None:
+    def new(self) -> list[tuple[int, Text]]:
+        """The texts that have arrived, with their kinds, which are to be kept."""
+        arrived = [(kind, text) for kind, texts in self.arrived.items() for text in texts]
+        self.arrived.clear()
+        return arrived
+
+    def keep(self, kind: int, text: Text, tokens_per_step: float) -> None:
         """Hold a text out for long, with the tokens per step that the heads had on it when it came."""
-        kind = min(int(3 * tokens_per_step), KINDS - 1)
         self.kept.setdefault(kind, deque(maxlen=OF_A_KIND)).append((text, tokens_per_step))
 
     def base_has_moved(self) -> None:
         """The base is another one now: it would not answer so any more, and heads cannot be held to what they had."""
         self.kept.clear()
+        self.arrived.clear()
         for texts, most in ((self.texts, AFTER_A_MOVE), (self.recent, HELD_OUT_AFTER_A_MOVE)):
             while len(texts) > most:
                 texts.popleft()

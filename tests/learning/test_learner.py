@@ -126,7 +126,7 @@ def test_what_was_asked_earlier_is_not_forgotten_for_what_is_asked_now(monkeypat
     learner, before = learner_with(model, steps=2), drafter_of(model)
     earlier = [learner.texts.recent[0]] * LEAST_OF_A_KIND
     for text in earlier:
-        learner.texts.keep(text, 5.9)
+        learner.texts.keep(9, text, 5.9)
     judged(monkeypatch, model, lambda texts, tried: 2.0 if texts == earlier else 2.0 + tried)
     run(learner)
     assert all(map(torch.equal, before, drafter_of(model))) and learner.dropped == 1
@@ -150,7 +150,7 @@ def test_heads_are_not_held_to_what_they_had_before_the_base_moved(monkeypatch):
     learner = learner_with(model, 100, steps=2, held_out=16)
     earlier = [learner.texts.recent[0]] * LEAST_OF_A_KIND
     for text in earlier:
-        learner.texts.keep(text, 5.9)
+        learner.texts.keep(9, text, 5.9)
     judged(monkeypatch, model, lambda texts, tried: 2.0 if texts == earlier else 2.0 + tried)
     run(learner)
     assert (learner.taken, learner.dropped, learner.rate) == (0, 1, learner.first_rate / 2)
@@ -218,28 +218,35 @@ def test_fresh_heads_draft_after_some_requests():
 
 
 @pytest.mark.parametrize("everybody", [True, False])
-def test_only_texts_that_clients_allow_are_learned_from(everybody):
+def test_only_texts_that_clients_allow_are_learned_from(everybody, monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
     asked = [(prompt, {"learn": allowed}) for prompt, allowed in zip(prompts(3), (None, True, False))]
     _, learner = served(model, asked, 1, everybody=everybody)
     assert learner.texts.seen == 1 + everybody
-    _, learner = served(model, [(prompt, {"max_new_tokens": 16}) for prompt in ()], 1)
-    assert learner.texts.seen == 0
+    noted, manager = [], model.init_continuous_batching(slots=4)
+    monkeypatch.setattr(manager.learn().texts, "add", lambda *text: noted.append(text))
+    manager.start()
+    results = [manager.get_result(manager.add_request(prompt, **CALL)) for prompt, _ in asked]
+    manager.stop()
+    assert noted == [(prompt, each.generated_tokens, each.accepted) for (prompt, _), each in zip(asked, results)]
+    assert any(each.accepted for each in results)
 
 
 def test_memory_is_bounded_and_a_flood_does_not_push_out_other_kinds():
     texts = RecentTexts(1000, held_out=4)
-    rare = object()
-    for _ in range(LEAST_OF_A_KIND):
-        texts.keep(rare, 3.1)
-    for number in range(1, 2000):
+    for _ in range(LEAST_OF_A_KIND * EVERY):
+        texts.add([5], [5] * 10, accepted=8)
+    rare = list(texts.recent)[-LEAST_OF_A_KIND:]
+    for number in range(2000):  # and no round meanwhile
         texts.add([3] * 700, [4] * (number % 90 + 4))
-        if number % EVERY == 0:
-            texts.keep(texts.recent[-1], 1.1)
-    assert texts.size <= 1000 and len(texts.recent) == 4 and texts.seen == 1999
+    new = texts.new()
+    assert rare == [text for _, text in new[:LEAST_OF_A_KIND]] and len(new) == 2 * LEAST_OF_A_KIND
+    for kind, text in [*new, *new[-1:] * OF_A_KIND]:
+        texts.keep(kind, text, 1.1)
+    assert texts.size <= 1000 and len(texts.recent) == 4 and texts.seen == 2018 and texts.new() == []
     assert sum(len(text.ids) for text in texts.texts) == texts.size and len(texts.texts[-1].ids) == LONGEST
     (first, _), (second, _) = texts.kinds()
-    assert first == [rare] * LEAST_OF_A_KIND and len(second) == OF_A_KIND
+    assert first == rare and len(second) == OF_A_KIND
     row = texts.some(1)[0]
     assert (row["labels"] != -100).sum() == (row["input_ids"] == 4).sum()
 
@@ -300,14 +307,14 @@ def test_the_share_of_the_time_is_kept(monkeypatch):
     assert learner.spent == spent
 
 
-def test_heads_that_have_learned_are_saved(tmp_path):
+def test_heads_that_have_learned_are_saved(tmp_path, monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa", dtype=torch.float32))
     model.base.save_pretrained(tmp_path / "base")
     model = type(model).from_base(tmp_path / "base", num_draft_heads=2)
-    learner = learner_with(model, learning_rate=0.01)
-    while not learner.taken:
-        learner.texts.fresh = 99
-        run(learner)
+    learner, before = learner_with(model, steps=2), drafter_of(model)
+    judged(monkeypatch, model, lambda texts, tried: 2.0 + tried)
+    run(learner)
+    assert not all(map(torch.equal, before, drafter_of(model)))
     learner.save_pretrained(tmp_path / "heads")
     loaded = type(model).from_pretrained(tmp_path / "heads")
     assert all(map(torch.equal, drafter_of(model), drafter_of(loaded)))
