@@ -220,16 +220,13 @@ def test_fresh_heads_draft_after_some_requests():
 @pytest.mark.parametrize("everybody", [True, False])
 def test_only_texts_that_clients_allow_are_learned_from(everybody, monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
-    asked = [(prompt, {"learn": allowed}) for prompt, allowed in zip(prompts(3), (None, True, False))]
-    _, learner = served(model, asked, 1, everybody=everybody)
+    asked = zip(prompts(3), ({"learn": allowed} for allowed in (None, True, False)))
+    _, learner = served(model, [*asked], 1, everybody=everybody)
     assert learner.texts.seen == 1 + everybody
-    noted, manager = [], model.init_continuous_batching(slots=4)
-    monkeypatch.setattr(manager.learn().texts, "add", lambda *text: noted.append(text))
-    manager.start()
-    results = [manager.get_result(manager.add_request(prompt, **CALL)) for prompt, _ in asked]
-    manager.stop()
-    assert noted == [(prompt, each.generated_tokens, each.accepted) for (prompt, _), each in zip(asked, results)]
-    assert any(each.accepted for each in results)
+    noted = []
+    monkeypatch.setattr(RecentTexts, "add", lambda self, *text: noted.append(text))
+    (texts,), _ = served(model, [(prompt, {}) for prompt in prompts(12)], 1)
+    assert sorted(text for _, text, _ in noted) == sorted(texts) and any(accepted for *_, accepted in noted)
 
 
 def test_memory_is_bounded_and_a_flood_does_not_push_out_other_kinds():

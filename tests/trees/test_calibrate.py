@@ -162,9 +162,7 @@ def test_what_is_printed_is_measured_on_prompts_that_the_tree_was_not_grown_on(m
     counting, timing = calibrating.ranks_by_text, calibrating.timed
     monkeypatch.setattr(calibrating, "ranks_by_text", lambda *given: grown.extend(given[1]) or counting(*given))
     monkeypatch.setattr(
-        calibrating,
-        "timed",
-        lambda model, call, *how: compared.append(call["input_ids"]) or timing(model, call, *how),
+        calibrating, "timed", lambda model, call, *how: compared.append(call["input_ids"]) or timing(model, call, *how)
     )
     calibrate(model, PROMPTS, **QUICK)
     held_out = {tuple(prompt.tolist()) for prompt in PROMPTS[2::3]}
