@@ -32,7 +32,7 @@ from hf_drafthead.zoo import chat
 
 FAMILIES = ("hydra++", "medusa", "eagle3")
 NODES = (8, 16, 64)
-SAMPLED = {"do_sample": True, "temperature": 0.8}
+MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8}}
 
 
 def tree_of(nodes: int, deepest: int) -> list[list[int]]:
@@ -68,7 +68,7 @@ def differing(one: tuple[torch.Tensor, torch.Tensor], other: tuple[torch.Tensor,
 
 
 def ways(
-    model: Any, prompts: list[torch.Tensor], how: dict[str, Any], expected: list[Any]
+    model: Any, prompts: list[torch.Tensor], args: argparse.Namespace, how: dict[str, Any], expected: list[Any]
 ) -> Iterator[tuple[str, Any]]:
     """Every way to write the texts: its name, and (texts, scores) that differ for each text."""
     deepest, pad = model.drafter.max_depth or 5, how["pad_token_id"]
@@ -96,6 +96,7 @@ def ways(
                 said = Said(generate(batch, attention_mask=mask, **how, **drafts), longest)
                 found += [differing(*pair) for pair in zip(said.rows, expected[start : start + rows])]
             yield f"{who} in batches of {rows}", found
+    yield f"{args.requests} requests", many(model, prompts, args, how, expected)
 
 
 def many(
@@ -125,7 +126,7 @@ def differ(args: argparse.Namespace) -> None:
             prompts = prompts_of(args, tokenizer)
             for exact in (False, True) if args.without else (True,):
                 hf_drafthead.exact(model, exact)
-                for settings in ({"do_sample": False}, SAMPLED):
+                for settings in (MODES[mode] for mode in args.modes):
                     how = {"max_new_tokens": args.max_new_tokens, "pad_token_id": 2, "eos_token_id": None, **settings}
                     how |= {"output_logits": True, "return_dict_in_generate": True}
                     expected = []
@@ -134,9 +135,7 @@ def differ(args: argparse.Namespace) -> None:
                         alone = model.base.generate(ids, attention_mask=torch.ones_like(ids), **how)
                         expected.append(Said(alone, ids.shape[1]).rows[0])
                     about = {"dtype": dtype, "family": family, "exact": exact, "sampled": settings["do_sample"]}
-                    found = list(ways(model, prompts, how, expected))
-                    found.append((f"{args.requests} requests", many(model, prompts, args, how, expected)))
-                    for way, pairs in found:
+                    for way, pairs in ways(model, prompts, args, how, expected):
                         texts, scores = map(sum, zip(*pairs)) if pairs else (None, None)
                         say({**about, "way": way, "of": len(pairs), "texts": texts, "scores": scores})
 
@@ -220,6 +219,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float16"])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--lengths", nargs="+", type=int, default=[100, 1000, 4000])
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--without", action="store_true", help="also without `exact`")
