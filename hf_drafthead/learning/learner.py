@@ -27,9 +27,10 @@ from hf_drafthead.bases.generators import new_lock
 from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import resolve
+from hf_drafthead.learning.readings import Readings
 from hf_drafthead.learning.texts import RecentTexts, Text, batch_of
 from hf_drafthead.training.examples import collate
-from hf_drafthead.training.trainer import loss_of, recipe_of
+from hf_drafthead.training.trainer import adapter_layers, loss_of, recipe_of
 from hf_drafthead.trees.entries import state_of
 from hf_drafthead.trees.rank_paths import UNKNOWN, rank_paths
 
@@ -59,6 +60,7 @@ class Learner:
         steps: of a round, between two trials.
         learning_rate: at first, and again with twice as many texts; it halves where rounds have brought nothing.
         everybody: whether texts are taken whose request does not say (`add_request(learn=...)`).
+        readings: bytes of hidden states of these texts, on the host, which the base need not read again.
 
     Raises:
         ValueError: these heads cannot learn here, in one line.
@@ -74,6 +76,7 @@ class Learner:
         steps: int = 16,
         learning_rate: float = 2e-3,
         everybody: bool = True,
+        readings: int = 1 << 29,
     ):
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
             raise ValueError(f"share is {share!r}: expected the part of the time that learning takes, between 0 and 1.")
@@ -91,6 +94,8 @@ class Learner:
         self._work: Iterator[None] | None = None
         self._copy: Any = None
         self._base: list[Any] | None = None  # the state of its weights
+        self._limit = readings
+        self._readings: Any = None  # `Readings` of the base as it is
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the model has no learner."""
@@ -116,6 +121,7 @@ class Learner:
         self.served += seconds
         spent = self.spent + self.longest
         if not self.wants or not (idle or spent <= self.share * (spent + self.served)):
+            self._readings = None if self.stopped is not None else self._readings  # here no work goes on
             return
         start = time.perf_counter()
         try:
@@ -146,11 +152,15 @@ class Learner:
         if self.model.base.training:
             raise RuntimeError("the base is in training mode: call eval().")
         self.texts.fresh = 0
-        state = state_of(self.model.base.parameters())
+        base, drafter = self.model.base, self.model.drafter
+        state = [(layer.active_adapters, layer.disable_adapters) for layer in adapter_layers(base)]
+        state += state_of(base.parameters())
         if moved := self._base not in (None, state):  # in reinforcement learning: there is something to learn again
             self.texts.base_has_moved()
         if moved or self.texts.seen >= 2 * self.known:  # what failed on few texts may not on twice as many
             self.rate, self.known = self.first_rate, self.texts.seen
+        if moved or self._readings is None or self._readings.reader.reads != drafter.reads:
+            self._readings = Readings(base, drafter, self._limit)
         self._base = state
         learning = self._begin()
         for step in range(self.steps):
@@ -214,10 +224,11 @@ class Learner:
 
     def _step(self, learning: Any, step: int) -> bool:
         """A step of the copy, whose mean over a round is what is tried; False where the loss is no number."""
-        device = self.model.get_input_embeddings().weight.device
-        inputs = {name: tensor.to(device) for name, tensor in collate(self.texts.some(ROWS)).items()}
+        texts = self.texts.some(ROWS)
+        reading = self._readings.of(texts)
+        inputs = {name: tensor.to(reading.hidden.device) for name, tensor in collate([t.row() for t in texts]).items()}
         with torch.enable_grad(), without_gradients(self.model.base):
-            loss, _ = learning.loss(learning.model, inputs, count=False)
+            loss, _ = learning.loss(learning.model, inputs, count=False, reading=reading)
             gradients = torch.autograd.grad(loss, learning.weights, allow_unused=True)
         for weight, gradient in zip(learning.weights, gradients):
             weight.grad = gradient
@@ -250,11 +261,10 @@ class Learner:
 
     def _rates(self, texts: Sequence[Text], drafter: Any) -> list[float]:
         """Tokens per step on each text, at any of its places, with a tree of 64 nodes."""
-        base, values = self.model.base, []
-        model = SimpleNamespace(base=base, drafter=drafter)
+        model, features = SimpleNamespace(base=self.model.base, drafter=drafter), self._readings.of(texts).features
         tree: Any = resolve(DEFAULT_TREE, *guessed_among(model))
-        batch, paths = batch_of(texts, self.model.get_input_embeddings().weight.device), set(tree.paths)
-        for row in rank_paths(model, *batch, depth=tree.max_depth).tolist():
+        batch, paths, values = batch_of(texts, features.device), set(tree.paths), list[float]()
+        for row in rank_paths(model, *batch, depth=tree.max_depth, features=features).tolist():
             places = [tuple(levels) for levels in row if levels[0] != UNKNOWN]
             depths = (next((d for d in range(tree.max_depth, 0, -1) if at[:d] in paths), 0) for at in places)
             values.append(1 + sum(depths) / max(len(places), 1))

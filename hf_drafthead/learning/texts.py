@@ -69,9 +69,9 @@ class RecentTexts:
         while self.size > self.tokens and len(self.texts) > 1:
             self.size -= len(self.texts.popleft().ids)
 
-    def some(self, count: int) -> list[dict[str, torch.Tensor]]:
-        """Rows to learn from, any of those there are."""
-        return [text.row() for text in self.dice.sample(list(self.texts), min(count, len(self.texts)))]
+    def some(self, count: int) -> list[Text]:
+        """Texts to learn from, any of those there are."""
+        return self.dice.sample(list(self.texts), min(count, len(self.texts)))
 
     def new(self) -> list[tuple[int, Text]]:
         """The texts that have arrived, with their kinds, which are to be kept."""

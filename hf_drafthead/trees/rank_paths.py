@@ -111,6 +111,7 @@ def rank_paths(
     lengths: torch.Tensor | None = None,
     depth: int | None = None,
     tilt: torch.Tensor | None = None,
+    features: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """At which rank each level of guesses has the token that really follows, asked as in a generation.
 
@@ -121,6 +122,7 @@ def rank_paths(
         lengths: (B,) tokens of each text, prompt included; default: T.
         depth: K, levels to look at; default: the number of heads, or 5 where there is no such limit.
         tilt: (B, M, V) where the texts were sampled (`tilt_of_seed`): the ranks of guesses that know the noise.
+        features: (B, T, F*H) that the drafter reads, where the base has read these texts before.
 
     Returns:
         (B, S, K) ranks from 0, S as many as new tokens in the longest answer less one; -1 behind a row's end.
@@ -140,8 +142,9 @@ def rank_paths(
             f"texts of up to {int(ends.max())} tokens after prompts of {int(prompts.min())} or more leave no position "
             "to check a guess on: give at least two tokens after a prompt."
         )
-    attention_mask = (torch.arange(width, device=device) < ends[:, None]).long()
-    features = BaseReader.of_texts(model.base, drafter.reads).read_texts(input_ids, attention_mask).features
+    if features is None:
+        attention_mask = (torch.arange(width, device=device) < ends[:, None]).long()
+        features = BaseReader.of_texts(model.base, drafter.reads).read_texts(input_ids, attention_mask).features
     vocabulary = model.base.config.get_text_config(decoder=True).vocab_size
     every_row = torch.arange(rows, device=device)
     on_path = torch.zeros(rows, 1, dtype=torch.long, device=device)

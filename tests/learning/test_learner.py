@@ -5,6 +5,7 @@ import logging
 import pickle
 import time
 
+import peft
 import pytest
 import torch
 
@@ -12,7 +13,9 @@ import hf_drafthead
 from hf_drafthead.learning import Learner, RecentTexts
 from hf_drafthead.learning import learner as learners
 from hf_drafthead.learning.learner import FRESH, MOST_ROUNDS
+from hf_drafthead.learning.readings import Readings, size_of
 from hf_drafthead.learning.texts import EVERY, LEAST_OF_A_KIND, LONGEST, OF_A_KIND
+from hf_drafthead.training.trainer import adapter_layers
 from tests.bases import VOCABULARY, tiny_base
 from tests.families import FAMILIES
 
@@ -244,8 +247,40 @@ def test_memory_is_bounded_and_a_flood_does_not_push_out_other_kinds():
     assert sum(len(text.ids) for text in texts.texts) == texts.size and len(texts.texts[-1].ids) == LONGEST
     (first, _), (second, _) = texts.kinds()
     assert first == rare and len(second) == OF_A_KIND
-    row = texts.some(1)[0]
+    row = texts.some(1)[0].row()
     assert (row["labels"] != -100).sum() == (row["input_ids"] == 4).sum()
+
+
+@pytest.mark.parametrize("family", FEW, ids=lambda family: family.name)
+def test_the_base_reads_a_text_once_and_little_is_kept(family):
+    model, read = family.build(tiny_base("llama-gqa")), []
+    texts = list(learner_with(model).texts.texts)
+    model.base.model.register_forward_hook(lambda _, __, output: read.append(len(output.last_hidden_state)))
+    readings = Readings(model.base, model.drafter, 1 << 20)
+    readings.of(texts[:4])
+    known = readings.of([texts[5], *texts[1:3]])
+    assert read == [4, 1]
+    for part, alone in zip(vars(known).values(), vars(readings.reader.read_texts(texts[1].ids[None].long())).values()):
+        torch.testing.assert_close(part[1, : alone.shape[1]], alone[0])
+    readings.limit = readings.size // 2
+    readings.of(texts[6:9])
+    assert list(readings.known)[-1] is texts[8] and 0 < readings.size <= readings.limit
+    assert readings.size == sum(map(size_of, readings.known.values()))
+
+
+def test_a_base_that_has_changed_reads_all_texts_again():
+    model, read = FEW[0].build(tiny_base("llama-gqa")), []
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model.base)
+    switch = adapter_layers(model.base)[0].enable_adapters
+    learner = learner_with(model, steps=2)
+    model.base.model.register_forward_hook(lambda _, __, output: read.append(len(output.last_hidden_state)))
+    for change, again in ((list, False), (lambda: switch(False), True), (lambda: optimized(model.base), True)):
+        for _ in range(8):
+            run(learner)
+        read.clear()
+        change()
+        run(learner)
+        assert bool(read) == again
 
 
 def quantized(model):
