@@ -57,6 +57,14 @@ def save_base(folder: Path) -> Path:
     return folder / "base"
 
 
+def save_all(folder: Path) -> Path:
+    """The base, and heads of every family, each under its name."""
+    base = save_base(folder)
+    for family in FAMILIES:
+        save_heads(folder, base, family)
+    return folder
+
+
 def save_heads(folder: Path, base: Path, family: str) -> Path:
     """Fresh heads of a family under `folder`/family, with the tokenizer and a tree of their own."""
     torch.manual_seed(1)

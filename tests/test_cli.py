@@ -16,7 +16,7 @@ from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation.loading import load
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.generation.mixin import DraftHeadGenerationMixin
-from tests.checkpoints import FAMILIES, TREE, save_base, save_heads
+from tests.checkpoints import FAMILIES, TREE, save_all
 
 PROMPT = "def f(self):\n\treturn"
 
@@ -24,10 +24,7 @@ PROMPT = "def f(self):\n\treturn"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A zoo of tiny models: base/, one folder per family, prompts.jsonl."""
-    folder = tmp_path_factory.mktemp("zoo")
-    base = save_base(folder)
-    for family in FAMILIES:
-        save_heads(folder, base, family)
+    folder = save_all(tmp_path_factory.mktemp("zoo"))
     rows = [{"prompt": text, "category": kind} for text, kind in [("def f", "a"), ("class A", "b"), ("import os", "a")]]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

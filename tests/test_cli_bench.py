@@ -14,7 +14,7 @@ from hf_drafthead.evaluation import bench as benching
 from hf_drafthead.evaluation import questions
 from hf_drafthead.evaluation.measurement import Measurement
 from hf_drafthead.evaluation.questions import read_questions
-from tests.checkpoints import FAMILIES, save_base, save_heads
+from tests.checkpoints import save_all
 
 FIELDS = {field.name for field in dataclasses.fields(Measurement)}
 
@@ -22,10 +22,7 @@ FIELDS = {field.name for field in dataclasses.fields(Measurement)}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """A base, heads of two families, prompts and conversations."""
-    folder = tmp_path_factory.mktemp("models")
-    base = save_base(folder)
-    for family in FAMILIES:
-        save_heads(folder, base, family)
+    folder = save_all(tmp_path_factory.mktemp("models"))
     rows = {
         "prompts": [{"prompt": "def f", "category": "a", "reference": "ghijklmn"}, {"prompt": "xy", "category": "b"}],
         "chats": [{"turns": ["ab", "cd"], "category": "a"}, {"turns": ["ef"], "category": "b"}],

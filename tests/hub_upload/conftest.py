@@ -55,10 +55,6 @@ def folder(models, tmp_path) -> Path:
 @pytest.fixture(scope="session")
 def models(tmp_path_factory) -> Path:
     """A tiny base with a tokenizer under base/, and heads for it under medusa/ and hydra/."""
-    from tests.checkpoints import FAMILIES, save_base, save_heads
+    from tests.checkpoints import save_all
 
-    folder = tmp_path_factory.mktemp("models")
-    base = save_base(folder)
-    for family in FAMILIES:
-        save_heads(folder, base, family)
-    return folder
+    return save_all(tmp_path_factory.mktemp("models"))

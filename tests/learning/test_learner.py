@@ -251,11 +251,17 @@ def test_memory_is_bounded_and_a_flood_does_not_push_out_other_kinds():
     assert (row["labels"] != -100).sum() == (row["input_ids"] == 4).sum()
 
 
+def rows_read(model):
+    """How many rows each forward of the base has, from now on."""
+    read = []
+    model.base.model.register_forward_hook(lambda _, __, output: read.append(len(output.last_hidden_state)))
+    return read
+
+
 @pytest.mark.parametrize("family", FEW, ids=lambda family: family.name)
 def test_the_base_reads_a_text_once_and_little_is_kept(family):
-    model, read = family.build(tiny_base("llama-gqa")), []
-    texts = list(learner_with(model).texts.texts)
-    model.base.model.register_forward_hook(lambda _, __, output: read.append(len(output.last_hidden_state)))
+    model = family.build(tiny_base("llama-gqa"))
+    texts, read = list(learner_with(model).texts.texts), rows_read(model)
     readings = Readings(model.base, model.drafter, 1 << 20)
     readings.of(texts[:4])
     known = readings.of([texts[5], *texts[1:3]])
@@ -269,11 +275,10 @@ def test_the_base_reads_a_text_once_and_little_is_kept(family):
 
 
 def test_a_base_that_has_changed_reads_all_texts_again():
-    model, read = FEW[0].build(tiny_base("llama-gqa")), []
+    model = FEW[0].build(tiny_base("llama-gqa"))
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model.base)
     switch = adapter_layers(model.base)[0].enable_adapters
-    learner = learner_with(model, steps=2)
-    model.base.model.register_forward_hook(lambda _, __, output: read.append(len(output.last_hidden_state)))
+    learner, read = learner_with(model, steps=2), rows_read(model)
     for change, again in ((list, False), (lambda: switch(False), True), (lambda: optimized(model.base), True)):
         for _ in range(8):
             run(learner)

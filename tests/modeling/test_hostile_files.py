@@ -208,6 +208,16 @@ def quietly(path: Path) -> None:
     described_or_refused(path)
 
 
+def quietly_with(file: Path, content: bytes) -> None:
+    """The same while one of a checkpoint's files has another content."""
+    good = file.read_bytes()
+    try:
+        file.write_bytes(content)
+        quietly(file.parent)
+    finally:
+        file.write_bytes(good)
+
+
 @pytest.fixture(scope="module")
 def fuzzed(good, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("fuzzed")
@@ -224,20 +234,14 @@ FUZZ = settings(max_examples=40, deadline=None, suppress_health_check=[HealthChe
 @given(data=st.data())
 def test_any_fields_in_a_config_are_used_or_refused(fuzzed, data):
     path = fuzzed / data.draw(st.sampled_from(["heads", "whole"]))
-    file = path / "config.json"
-    good = file.read_text()
-    fields = json.loads(good)
+    fields = json.loads((path / "config.json").read_text())
     inner = fields["base_config"]
     for _ in range(data.draw(st.integers(1, 3))):
         place = data.draw(st.sampled_from([fields, inner]))
         names = [*place, "dtype", "num_labels", "auto_map", "rope_scaling", "quantization_config", "layer_config", "x"]
         name = data.draw(st.sampled_from([name for name in names if name != "model_type"]))
         place[name] = data.draw(VALUES)
-    try:
-        file.write_text(json.dumps(fields))
-        quietly(path)
-    finally:
-        file.write_text(good)
+    quietly_with(path / "config.json", json.dumps(fields).encode())
 
 
 @pytest.mark.slow
@@ -246,15 +250,10 @@ def test_any_fields_in_a_config_are_used_or_refused(fuzzed, data):
 def test_any_generation_settings_are_used_or_refused(fuzzed, data):
     path = fuzzed / data.draw(st.sampled_from(["heads", "whole"]))
     file = path / "generation_config.json"
-    good = file.read_text()
     names = ["draft_tree", "acceptance", "posterior_threshold", "posterior_alpha", "calibration", "x"]
     names += ["eos_token_id", "max_length", "temperature", "cache_implementation", "suppress_tokens", "stop_strings"]
     changes = data.draw(st.dictionaries(st.sampled_from(names), VALUES, min_size=1, max_size=3))
-    try:
-        file.write_text(json.dumps(json.loads(good) | changes))
-        quietly(path)
-    finally:
-        file.write_text(good)
+    quietly_with(file, json.dumps(json.loads(file.read_text()) | changes).encode())
 
 
 @FUZZ
@@ -283,8 +282,4 @@ def test_any_bytes_in_the_weights_are_loaded_or_refused(fuzzed, data):
             header[name] = dict(header[name]) | {field: data.draw(changes[field])}
             head = json.dumps(header).encode()
             changed = struct.pack("<Q", len(head)) + head + tensors
-    try:
-        file.write_bytes(changed)
-        quietly(path)
-    finally:
-        file.write_bytes(good)
+    quietly_with(file, changed)
