@@ -16,6 +16,7 @@ import copy
 import statistics
 import time
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,9 @@ from hf_drafthead.generation.settings import DEFAULT_TREE
 from hf_drafthead.generation.state import guessed_among
 from hf_drafthead.generation.tree import resolve
 from hf_drafthead.learning.readings import Readings
-from hf_drafthead.learning.texts import RecentTexts, Text, batch_of
+from hf_drafthead.learning.texts import LONGEST, RecentTexts, Text, batch_of
 from hf_drafthead.training.examples import collate
-from hf_drafthead.training.trainer import adapter_layers, loss_of, recipe_of
+from hf_drafthead.training.trainer import loss_of, recipe_of
 from hf_drafthead.trees.entries import state_of
 from hf_drafthead.trees.rank_paths import UNKNOWN, rank_paths
 
@@ -78,10 +79,22 @@ class Learner:
         everybody: bool = True,
         readings: int = 1 << 29,
     ):
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-            raise ValueError(f"share is {share!r}: expected the part of the time that learning takes, between 0 and 1.")
+        numbers = {"memory": (memory, ROWS * LONGEST), "held_out": (held_out, LEAST_HELD_OUT), "steps": (steps, 1)}
+        for name, (number, least) in {**numbers, "readings": (readings, 0)}.items():
+            if type(number) is not int or number < least:
+                raise ValueError(f"{name} is {number!r}: expected a whole number from {least} on.")
+        parts = {
+            "share": (share, "the part of the time that learning takes"),
+            "learning_rate": (learning_rate, "a rate"),
+        }
+        for name, (part, what) in parts.items():
+            if type(part) not in (int, float) or not 0 < part < 1:
+                raise ValueError(f"{name} is {part!r}: expected {what}, between 0 and 1.")
+        if type(everybody) is not bool:
+            raise ValueError(f"everybody is {everybody!r}: expected True or False.")
         refuse(model)
         self.model, self.share, self.steps, self.everybody = model, share, steps, everybody
+        self.given: dict[str, Any] = {}  # settings of `learn_from`
         self.rate = self.first_rate = learning_rate
         self.known = 0  # texts that had been seen when the rate was the first one last
         self.texts = RecentTexts(memory, held_out)
@@ -93,7 +106,6 @@ class Learner:
         self.now: float | None = None
         self._work: Iterator[None] | None = None
         self._copy: Any = None
-        self._base: list[Any] | None = None  # the state of its weights
         self._limit = readings
         self._readings: Any = None  # `Readings` of the base as it is
 
@@ -152,16 +164,13 @@ class Learner:
         if self.model.base.training:
             raise RuntimeError("the base is in training mode: call eval().")
         self.texts.fresh = 0
-        base, drafter = self.model.base, self.model.drafter
-        state = [(layer.active_adapters, layer.disable_adapters) for layer in adapter_layers(base)]
-        state += state_of(base.parameters())
-        if moved := self._base not in (None, state):  # in reinforcement learning: there is something to learn again
-            self.texts.base_has_moved()
+        base, drafter, known = self.model.base, self.model.drafter, self._readings
+        if moved := known is not None and (known.reader.base is not base or known.outdated()):
+            self.texts.base_has_moved()  # in reinforcement learning: there is something to learn again
         if moved or self.texts.seen >= 2 * self.known:  # what failed on few texts may not on twice as many
             self.rate, self.known = self.first_rate, self.texts.seen
-        if moved or self._readings is None or self._readings.reader.reads != drafter.reads:
+        if moved or known is None or known.reader.reads != drafter.reads:
             self._readings = Readings(base, drafter, self._limit)
-        self._base = state
         learning = self._begin()
         for step in range(self.steps):
             if not self._step(learning, step):
@@ -172,8 +181,8 @@ class Learner:
         before = statistics.mean((yield from self._measured(recent, serves)))
         self.first = before if self.first is None else self.first
         new = self.texts.new()
-        for (kind, text), then in zip(new, (yield from self._measured([text for _, text in new], serves))):
-            self.texts.keep(kind, text, then)
+        for text, then in zip(new, (yield from self._measured(new, serves))):
+            self.texts.keep(text, then)
         tried = self._copied(serves)
         write([*tried.parameters()], learning.mean)
         after, falls = statistics.mean((yield from self._measured(recent, tried))), False
@@ -228,7 +237,8 @@ class Learner:
         reading = self._readings.of(texts)
         inputs = {name: tensor.to(reading.hidden.device) for name, tensor in collate([t.row() for t in texts]).items()}
         with torch.enable_grad(), without_gradients(self.model.base):
-            loss, _ = learning.loss(learning.model, inputs, count=False, reading=reading)
+            loss_of_reading = replace(learning.loss, reader=self._readings.reader)
+            loss, _ = loss_of_reading(learning.model, inputs, count=False, reading=reading)
             gradients = torch.autograd.grad(loss, learning.weights, allow_unused=True)
         for weight, gradient in zip(learning.weights, gradients):
             weight.grad = gradient
@@ -245,8 +255,9 @@ class Learner:
         return True
 
     def _outdated(self, learning: Any) -> bool:
-        """Whether the heads are not those any more that a copy was made of."""
-        return learning.source is not self.model.drafter or learning.state != state_of(learning.source.parameters())
+        """Whether heads or base are not those any more that a copy was made of."""
+        others = learning.source is not self.model.drafter or learning.model.base is not self.model.base
+        return others or learning.state != state_of(learning.source.parameters())
 
     def _copied(self, drafter: Any) -> Any:
         return copy.deepcopy(drafter, {id(self.model.base): self.model.base}).eval()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,35 +9,69 @@ import torch
 
 from hf_drafthead.bases.reader import BaseReader, Reading
 from hf_drafthead.learning.texts import Text, batch_of
+from hf_drafthead.training.trainer import adapter_layers
+from hf_drafthead.trees.entries import state_of
+
+ANOTHER = 0.1  # of the hidden states' norm: rounding is less
 
 
 class Readings:
-    """Hidden states of texts, on the host, in at most `limit` bytes; those that were asked for last stay."""
+    """Hidden states of texts, on the host, in about `limit` bytes; those that were asked for last stay.
+
+    All are of one base: where a text is read with other weights or adapters, what was read before is forgotten.
+    """
 
     def __init__(self, base: Any, drafter: Any, limit: int):
         self.reader = BaseReader.of_texts(base, drafter.reads, drafter.output)
-        self.limit, self.size = limit, 0
-        self.known: OrderedDict[Text, tuple[torch.Tensor, ...]] = OrderedDict()
+        self.limit, self.state, self.moved = limit, state_of_base(base), False
+        self.known: dict[Text, tuple[torch.Tensor, ...]] = {}
 
     def of(self, texts: Sequence[Text]) -> Reading:
-        """Of texts padded on the right, with zeros behind their ends; where the base is."""
-        device = self.reader.base.get_input_embeddings().weight.device
-        if unknown := [text for text in texts if text not in self.known]:
-            with torch.no_grad():
-                reading = self.reader.read_texts(batch_of(unknown, device)[0])
+        """Of texts padded on the right, where the base is."""
+        unknown, read = [text for text in texts if text not in self.known], {}
+        if unknown and (state := state_of_base(self.reader.base)) != self.state:
+            self.known, self.state, self.moved, unknown = {}, state, True, [*texts]
+        if unknown:
+            reading = self._read(unknown)
             parts = reading.features, reading.hidden, reading.scores  # which may be one tensor
+            if size_of(parts) > self.limit:
+                return reading if len(unknown) == len(texts) else self._read(texts)
             for row, text in enumerate(unknown):
                 held = {id(part): part[row, : len(text.ids)].to("cpu", copy=True) for part in parts}
-                self.known[text] = tuple(held[id(part)] for part in parts)
-                self.size += size_of(self.known[text])
-        rows = []
-        for text in texts:
-            self.known.move_to_end(text)
-            rows.append(self.known[text])
-        while self.size > self.limit:
-            self.size -= size_of(self.known.popitem(last=False)[1])
+                read[text] = tuple(held[id(part)] for part in parts)
+        rows = [read[text] if text in read else self.known.pop(text) for text in texts]
+        self.known.update(zip(texts, rows))
+        size = sum(map(size_of, self.known.values()))
+        while size > self.limit:
+            size -= size_of(self.known.pop(next(iter(self.known))))
         columns = (torch.nn.utils.rnn.pad_sequence([*column], batch_first=True) for column in zip(*rows, strict=True))
-        return Reading(*(column.to(device) for column in columns))
+        return Reading(*(column.to(self._device) for column in columns))
+
+    def outdated(self) -> bool:
+        """Whether the base is another one now. What no weight shows, as hooks and buffers, a text that is read again
+        does."""
+        if self.moved or state_of_base(self.reader.base) != self.state:
+            return True
+        if not self.known:
+            return False
+        text, (_, before, _) = next(reversed(self.known.items()))
+        difference = self._read([text]).hidden[0].to(before.device) - before
+        return not bool(difference.float().norm() <= ANOTHER * before.float().norm())
+
+    def _read(self, texts: Sequence[Text]) -> Reading:
+        with torch.no_grad():
+            return self.reader.read_texts(batch_of(texts, self._device)[0])
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.reader.base.get_input_embeddings().weight.device
+        return device
+
+
+def state_of_base(base: Any) -> list[Any]:
+    """What is another where a base was trained, or its adapters were switched."""
+    adapters = [(layer.active_adapters, layer.disable_adapters) for layer in adapter_layers(base)]
+    return adapters + state_of(base.parameters())
 
 
 def size_of(parts: Sequence[torch.Tensor]) -> int:

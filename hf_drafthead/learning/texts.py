@@ -15,7 +15,8 @@ from hf_drafthead.training.heads_loss import IGNORED
 LONGEST = 512  # tokens of a text, of which the prompt's end takes what its answer leaves
 LEAST_ANSWER = 4  # tokens; heads learn little of fewer
 EVERY = 6  # one of so many texts is held out
-OF_A_KIND, KINDS = 6, 16  # texts that are held out for long, of those that took equally many tokens per step
+OF_A_KIND, KINDS = 6, 16  # texts that are held out for long, of those that had equally many tokens per step
+A_STEP = 3  # kinds between one token per step and two
 LEAST_OF_A_KIND = 3
 AFTER_A_MOVE, HELD_OUT_AFTER_A_MOVE = 64, 8  # texts that stay where the base has changed
 
@@ -37,9 +38,9 @@ class RecentTexts:
     """The newest texts, of so many tokens to learn from (4 bytes each) and so many held out.
 
     Every sixth is held out: the newest of these tell how heads guess on what is asked now (`recent`). Few of each kind
-    stay for longer (`kept`; `arrived` those of which is not known yet how heads guess on them), a kind being texts on
-    which the heads guessed equally well when they came: one client with very many texts does not push out those of all
-    others, however seldom there is a round.
+    stay for longer, a kind being texts on which the heads guessed equally well when they came (`kept`; in `arrived`,
+    until a round measures that, texts of which as many guesses were accepted): one client with very many texts does not
+    push out those of all others, however seldom there is a round.
     """
 
     def __init__(self, tokens: int, held_out: int):
@@ -73,14 +74,15 @@ class RecentTexts:
         """Texts to learn from, any of those there are."""
         return self.dice.sample(list(self.texts), min(count, len(self.texts)))
 
-    def new(self) -> list[tuple[int, Text]]:
-        """The texts that have arrived, with their kinds, which are to be kept."""
-        arrived = [(kind, text) for kind, texts in self.arrived.items() for text in texts]
+    def new(self) -> list[Text]:
+        """The texts that have arrived, which are to be kept."""
+        arrived = [text for texts in self.arrived.values() for text in texts]
         self.arrived.clear()
         return arrived
 
-    def keep(self, kind: int, text: Text, tokens_per_step: float) -> None:
+    def keep(self, text: Text, tokens_per_step: float) -> None:
         """Hold a text out for long, with the tokens per step that the heads had on it when it came."""
+        kind = min(int(A_STEP * tokens_per_step), KINDS - 1)
         self.kept.setdefault(kind, deque(maxlen=OF_A_KIND)).append((text, tokens_per_step))
 
     def base_has_moved(self) -> None:

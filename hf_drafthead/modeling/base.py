@@ -272,7 +272,7 @@ class DraftHeadPreTrainedModel(NotCopied, LoadableModel):
 
         Args:
             prompts, answers: token ids of each, without padding.
-            settings: of `learning.Learner`, of the first call.
+            settings: of `learning.Learner`; other ones than in earlier calls begin anew, without their texts.
 
         Returns:
             rounds of learning, how many were taken over, tokens per step before the first one and now.

@@ -1,6 +1,8 @@
 """Heads learn from what they serve: no text changes, and weights only where that gains something."""
 
 import copy
+import functools
+import itertools
 import logging
 import pickle
 import time
@@ -12,7 +14,7 @@ import torch
 import hf_drafthead
 from hf_drafthead.learning import Learner, RecentTexts
 from hf_drafthead.learning import learner as learners
-from hf_drafthead.learning.learner import FRESH, MOST_ROUNDS
+from hf_drafthead.learning.learner import FRESH, MOST_ROUNDS, ROWS
 from hf_drafthead.learning.readings import Readings, size_of
 from hf_drafthead.learning.texts import EVERY, LEAST_OF_A_KIND, LONGEST, OF_A_KIND
 from hf_drafthead.training.trainer import adapter_layers
@@ -129,7 +131,7 @@ def test_what_was_asked_earlier_is_not_forgotten_for_what_is_asked_now(monkeypat
     learner, before = learner_with(model, steps=2), drafter_of(model)
     earlier = [learner.texts.recent[0]] * LEAST_OF_A_KIND
     for text in earlier:
-        learner.texts.keep(9, text, 5.9)
+        learner.texts.keep(text, 5.9)
     judged(monkeypatch, model, lambda texts, tried: 2.0 if texts == earlier else 2.0 + tried)
     run(learner)
     assert all(map(torch.equal, before, drafter_of(model))) and learner.dropped == 1
@@ -153,7 +155,7 @@ def test_heads_are_not_held_to_what_they_had_before_the_base_moved(monkeypatch):
     learner = learner_with(model, 100, steps=2, held_out=16)
     earlier = [learner.texts.recent[0]] * LEAST_OF_A_KIND
     for text in earlier:
-        learner.texts.keep(9, text, 5.9)
+        learner.texts.keep(text, 5.9)
     judged(monkeypatch, model, lambda texts, tried: 2.0 if texts == earlier else 2.0 + tried)
     run(learner)
     assert (learner.taken, learner.dropped, learner.rate) == (0, 1, learner.first_rate / 2)
@@ -240,9 +242,9 @@ def test_memory_is_bounded_and_a_flood_does_not_push_out_other_kinds():
     for number in range(2000):  # and no round meanwhile
         texts.add([3] * 700, [4] * (number % 90 + 4))
     new = texts.new()
-    assert rare == [text for _, text in new[:LEAST_OF_A_KIND]] and len(new) == 2 * LEAST_OF_A_KIND
-    for kind, text in [*new, *new[-1:] * OF_A_KIND]:
-        texts.keep(kind, text, 1.1)
+    assert rare == new[:LEAST_OF_A_KIND] and len(new) == 2 * LEAST_OF_A_KIND
+    for text in [*new, *new[-1:] * OF_A_KIND]:
+        texts.keep(text, 2.4 if text in rare else 1.1)
     assert texts.size <= 1000 and len(texts.recent) == 4 and texts.seen == 2018 and texts.new() == []
     assert sum(len(text.ids) for text in texts.texts) == texts.size and len(texts.texts[-1].ids) == LONGEST
     (first, _), (second, _) = texts.kinds()
@@ -268,10 +270,9 @@ def test_the_base_reads_a_text_once_and_little_is_kept(family):
     assert read == [4, 1]
     for part, alone in zip(vars(known).values(), vars(readings.reader.read_texts(texts[1].ids[None].long())).values()):
         torch.testing.assert_close(part[1, : alone.shape[1]], alone[0])
-    readings.limit = readings.size // 2
-    readings.of(texts[6:9])
-    assert list(readings.known)[-1] is texts[8] and 0 < readings.size <= readings.limit
-    assert readings.size == sum(map(size_of, readings.known.values()))
+    readings.limit = sum(map(size_of, readings.known.values())) // 2
+    readings.of(texts[6:8])
+    assert list(readings.known)[-1] is texts[7] and sum(map(size_of, readings.known.values())) <= readings.limit
 
 
 def test_a_base_that_has_changed_reads_all_texts_again():
@@ -279,13 +280,33 @@ def test_a_base_that_has_changed_reads_all_texts_again():
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), model.base)
     switch = adapter_layers(model.base)[0].enable_adapters
     learner, read = learner_with(model, steps=2), rows_read(model)
-    for change, again in ((list, False), (lambda: switch(False), True), (lambda: optimized(model.base), True)):
-        for _ in range(8):
-            run(learner)
-        read.clear()
-        change()
+    hooked = functools.partial(model.base.model.norm.register_forward_hook, lambda _, __, output: output.flip(1))
+    changes = [functools.partial(switch, False), functools.partial(optimized, model.base), hooked]
+    for change, middle in itertools.product([list, *changes], (False, True)):
         run(learner)
-        assert bool(read) == again
+        learner._readings.of([*learner.texts.texts, *learner.texts.recent])
+        read.clear()
+        if middle:
+            learner.work()
+        change()
+        for _ in range(1 + middle):
+            run(learner)
+        assert (sum(read) > ROWS) == (change is not list), (change, middle)
+        known, fresh = learner._readings, Readings(model.base, model.drafter, 1 << 20)
+        for text in list(known.known):
+            torch.testing.assert_close(known.of([text]).hidden, fresh.of([text]).hidden)
+        switch(True)
+
+
+def test_texts_are_learned_from_in_eval_mode_and_hold_tokens_of_the_base(monkeypatch):
+    model, modes, asked = FEW[0].build(tiny_base("llama-gqa")).train(), [], prompts(48)
+    judged(monkeypatch, model, lambda texts, tried: modes.append(model.drafter.training) or 2.0)
+    model.learn_from(asked, asked, steps=2)
+    model.learn_from(asked, asked, steps=2)
+    assert model.__dict__["_learner"].texts.seen == 96 and modes and not any(modes) and model.drafter.training
+    with pytest.raises(ValueError, match="^token -100 is none of the base's"):
+        model.learn_from(asked[:1], [[-100] * 6])
+    assert model.__dict__["_learner"].texts.seen == 96
 
 
 def quantized(model):
@@ -304,6 +325,9 @@ def spread(model):
         (quantized, {}, "the heads are quantized, and their weights cannot learn: load them without a quantizer."),
         (spread, {}, "the model is spread over several devices: heads learn where all of it is on one."),
         (None, {"share": 2}, "share is 2: expected the part of the time that learning takes, between 0 and 1."),
+        (None, {"learning_rate": "x"}, "learning_rate is 'x': expected a rate, between 0 and 1."),
+        (None, {"memory": None}, "memory is None: expected a whole number from 4096 on."),
+        (None, {"everybody": "no"}, "everybody is 'no': expected True or False."),
     ],
 )
 def test_where_heads_cannot_learn_that_is_said_in_one_line(change, settings, line):
