@@ -70,8 +70,9 @@ class Readings:
 
 def state_of_base(base: Any) -> list[Any]:
     """What is another where a base was trained, or its adapters were switched."""
-    adapters = [(layer.active_adapters, layer.disable_adapters) for layer in adapter_layers(base)]
-    return adapters + state_of(base.parameters())
+    switches = ("active_adapters", "disable_adapters")
+    adapters = [[str(getattr(layer, name, None)) for name in switches] for layer in adapter_layers(base)]
+    return [*adapters, *state_of(base.parameters())]
 
 
 def size_of(parts: Sequence[torch.Tensor]) -> int:
