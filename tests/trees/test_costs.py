@@ -357,7 +357,7 @@ def test_threads_measure_once(monkeypatch):
 
 
 LOCKS = [costs._MEASURING, programs._RECORDING, Programs().lock, Programs().compiles, hf_drafthead.TextIndex().lock]
-LOCKS += [mixers._EXTENDING, compiling._COMPILES, learner._WRITING, base.SAVING]
+LOCKS += [mixers._EXTENDING, compiling._COMPILES, learner._WRITING, base.SAVING, hf_drafthead.learning._IN_TURN]
 
 
 @pytest.mark.parametrize("lock", LOCKS)
