@@ -89,23 +89,15 @@ def test_a_cache_without_layers_for_states_is_refused_as_by_the_base_before_anyt
 
 
 @each_kind
-@pytest.mark.parametrize("length", [1, 4, 8])
-def test_a_cache_that_holds_the_beginning_of_the_prompt(length, kind):
+@pytest.mark.parametrize("length, finite", [(1, True), (4, True), (8, True), (4, False)])
+def test_a_cache_that_holds_the_beginning_of_the_prompt(length, finite, kind):
+    """And where a state is not finite, that stays in its row."""
     model = medusa(base_of(kind))
     text = prompt(2, attention_mask=False)["input_ids"].clamp(min=3)
     cache = filled(model.base, text[:, :length])
-    call = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-    found, expected = both(model, **call, make=lambda: {CACHE: copy.deepcopy(cache)})
-    same_states(found[CACHE], expected[CACHE])
-
-
-@each_kind
-def test_a_state_of_the_user_s_that_is_not_finite_stays_in_its_row(kind):
-    model = medusa(base_of(kind))
-    text = prompt(2, attention_mask=False)["input_ids"].clamp(min=3)
-    cache = filled(model.base, text[:, :4])
-    state = next(layer for layer in cache.layers if hasattr(layer, "conv_states"))
-    (state.conv_states[0] if state.recurrent_states[0] is None else state.recurrent_states[0])[1] = torch.nan
+    if not finite:
+        state = next(layer for layer in cache.layers if hasattr(layer, "conv_states"))
+        (state.conv_states[0] if state.recurrent_states[0] is None else state.recurrent_states[0])[1] = torch.nan
     call = {"input_ids": text, "attention_mask": torch.ones_like(text)}
     found, expected = both(model, **call, make=lambda: {CACHE: copy.deepcopy(cache)})
     same_states(found[CACHE], expected[CACHE])
