@@ -23,14 +23,14 @@ class Readings:
 
     def __init__(self, base: Any, drafter: Any, limit: int):
         self.reader = BaseReader.of_texts(base, drafter.reads, drafter.output)
-        self.limit, self.state, self.moved = limit, state_of_base(base), False
+        self.limit, self.size, self.state, self.moved = limit, 0, state_of_base(base), False
         self.known: dict[Text, tuple[torch.Tensor, ...]] = {}
 
     def of(self, texts: Sequence[Text]) -> Reading:
         """Of texts padded on the right, where the base is."""
         unknown, read = [text for text in texts if text not in self.known], {}
         if unknown and (state := state_of_base(self.reader.base)) != self.state:
-            self.known, self.state, self.moved, unknown = {}, state, True, [*texts]
+            self.known, self.size, self.state, self.moved, unknown = {}, 0, state, True, [*texts]
         if unknown:
             reading = self._read(unknown)
             parts = reading.features, reading.hidden, reading.scores  # which may be one tensor
@@ -39,11 +39,11 @@ class Readings:
             for row, text in enumerate(unknown):
                 held = {id(part): part[row, : len(text.ids)].to("cpu", copy=True) for part in parts}
                 read[text] = tuple(held[id(part)] for part in parts)
+                self.size += size_of(read[text])
         rows = [read[text] if text in read else self.known.pop(text) for text in texts]
         self.known.update(zip(texts, rows))
-        size = sum(map(size_of, self.known.values()))
-        while size > self.limit:
-            size -= size_of(self.known.pop(next(iter(self.known))))
+        while self.size > self.limit:
+            self.size -= size_of(self.known.pop(next(iter(self.known))))
         columns = (torch.nn.utils.rnn.pad_sequence([*column], batch_first=True) for column in zip(*rows, strict=True))
         return Reading(*(column.to(self._device) for column in columns))
 

@@ -270,9 +270,10 @@ def test_the_base_reads_a_text_once_and_little_is_kept(family):
     assert read == [4, 1]
     for part, alone in zip(vars(known).values(), vars(readings.reader.read_texts(texts[1].ids[None].long())).values()):
         torch.testing.assert_close(part[1, : alone.shape[1]], alone[0])
-    readings.limit = sum(map(size_of, readings.known.values())) // 2
+    readings.limit = readings.size // 2
     readings.of(texts[6:8])
-    assert list(readings.known)[-1] is texts[7] and sum(map(size_of, readings.known.values())) <= readings.limit
+    assert list(readings.known)[-1] is texts[7] and readings.size <= readings.limit
+    assert readings.size == sum(map(size_of, readings.known.values()))
 
 
 def test_a_base_that_has_changed_reads_all_texts_again():
