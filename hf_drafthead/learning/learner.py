@@ -41,7 +41,6 @@ ROWS = 8  # texts of a step
 FRESH = 8  # new texts for which a round begins
 MOST_ROUNDS = 3  # for so many texts, where each round brings something
 LEAST_HELD_OUT = 2
-CONTEXT = 64  # tokens of a prompt that heads read in a step, of what the base says about all of it
 WARM = 8  # steps in which the rate rises
 PATIENCE = 3  # rounds without a rise, behind which the copy begins anew
 ALLOWED_FALL = 0.98  # of tokens per step on what was asked earlier
@@ -234,11 +233,9 @@ class Learner:
 
     def _step(self, learning: Any, step: int) -> bool:
         """A step of the copy, whose mean over a round is what is tried; False where the loss is no number."""
-        texts, reads = self.texts.some(ROWS), learning.source.reads
-        context = CONTEXT if reads and all(isinstance(each, int) for each in reads) else LONGEST  # of hidden states
-        reading = self._readings.behind(texts, context)
-        batch = collate([text.row(context) for text in texts])
-        inputs = {name: tensor.to(reading.hidden.device) for name, tensor in batch.items()}
+        texts = self.texts.some(ROWS)
+        reading = self._readings.of(texts)
+        inputs = {name: tensor.to(reading.hidden.device) for name, tensor in collate([t.row() for t in texts]).items()}
         with torch.enable_grad(), without_gradients(self.model.base):
             loss_of_reading = replace(learning.loss, reader=self._readings.reader)
             loss, _ = loss_of_reading(learning.model, inputs, count=False, reading=reading)

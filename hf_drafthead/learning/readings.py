@@ -47,12 +47,6 @@ class Readings:
         columns = (torch.nn.utils.rnn.pad_sequence([*column], batch_first=True) for column in zip(*rows, strict=True))
         return Reading(*(column.to(self._device) for column in columns))
 
-    def behind(self, texts: Sequence[Text], context: int) -> Reading:
-        """Of the answers of texts, and of so many tokens in front of each."""
-        parts, places = vars(self.of(texts)).values(), [text.behind(context) for text in texts]
-        rows = ([part[row, at] for row, at in enumerate(places)] for part in parts)
-        return Reading(*(torch.nn.utils.rnn.pad_sequence(part, batch_first=True) for part in rows))
-
     def outdated(self) -> bool:
         """Whether the base is another one now. What no weight shows, as hooks and buffers, a text that is read again
         does."""

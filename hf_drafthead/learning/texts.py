@@ -28,14 +28,10 @@ class Text:
     ids: torch.Tensor
     start: int
 
-    def behind(self, context: int) -> slice:
-        """Its answer, and so many tokens of the prompt in front of it."""
-        return slice(max(self.start - context, 0), len(self.ids))
-
-    def row(self, context: int = LONGEST) -> dict[str, torch.Tensor]:
-        """What is `behind`, as training wants it: heads learn from the answer alone."""
-        ids = self.ids[self.behind(context)].long()
-        return {"input_ids": ids, "labels": ids.where(torch.arange(len(ids)) >= min(self.start, context), IGNORED)}
+    def row(self) -> dict[str, torch.Tensor]:
+        """As training wants it: heads learn from the answer alone."""
+        ids = self.ids.long()
+        return {"input_ids": ids, "labels": ids.where(torch.arange(len(ids)) >= self.start, IGNORED)}
 
 
 class RecentTexts:
