@@ -165,11 +165,11 @@ class Learner:
             raise RuntimeError("the base is in training mode: call eval().")
         self.texts.fresh = 0
         base, drafter, known = self.model.base, self.model.drafter, self._readings
-        if moved := known is not None and (known.reader.base is not base or known.outdated()):
+        if moved := known is not None and (known.reader.base is not base or known.base_has_moved()):
             self.texts.base_has_moved()  # in reinforcement learning: there is something to learn again
         if moved or self.texts.seen >= 2 * self.known:  # what failed on few texts may not on twice as many
             self.rate, self.known = self.first_rate, self.texts.seen
-        if moved or known is None or known.reader.reads != drafter.reads:
+        if moved or known is None or known.reader.reads != drafter.reads or not known.agree():
             self._readings = Readings(base, drafter, self._limit)
         learning = self._begin()
         for step in range(self.steps):

@@ -47,16 +47,17 @@ class Readings:
         columns = (torch.nn.utils.rnn.pad_sequence([*column], batch_first=True) for column in zip(*rows, strict=True))
         return Reading(*(column.to(self._device) for column in columns))
 
-    def outdated(self) -> bool:
-        """Whether the base is another one now. What no weight shows, as hooks and buffers, a text that is read again
-        does."""
-        if self.moved or state_of_base(self.reader.base) != self.state:
-            return True
+    def base_has_moved(self) -> bool:
+        """Whether weights or adapters are others than when the first text was read."""
+        return self.moved or state_of_base(self.reader.base) != self.state
+
+    def agree(self) -> bool:
+        """Whether the base says the same again about a text; a change of hooks or buffers shows in no weight."""
         if not self.known:
-            return False
+            return True
         text, (_, before, _) = next(reversed(self.known.items()))
         difference = self._read([text]).hidden[0].to(before.device) - before
-        return not bool(difference.float().norm() <= ANOTHER * before.float().norm())
+        return bool(difference.float().norm() <= ANOTHER * before.float().norm())
 
     def _read(self, texts: Sequence[Text]) -> Reading:
         with torch.no_grad():

@@ -16,7 +16,7 @@ LONGEST = 512  # tokens of a text, of which the prompt's end takes what its answ
 LEAST_ANSWER = 4  # tokens; heads learn little of fewer
 EVERY = 6  # one of so many texts is held out
 OF_A_KIND, KINDS = 6, 16  # texts that are held out for long, of those that had equally many tokens per step
-A_STEP = 3  # kinds between one token per step and two
+KINDS_PER_TOKEN = 3  # of a step
 LEAST_OF_A_KIND = 3
 AFTER_A_MOVE, HELD_OUT_AFTER_A_MOVE = 64, 8  # texts that stay where the base has changed
 
@@ -82,7 +82,7 @@ class RecentTexts:
 
     def keep(self, text: Text, tokens_per_step: float) -> None:
         """Hold a text out for long, with the tokens per step that the heads had on it when it came."""
-        kind = min(int(A_STEP * tokens_per_step), KINDS - 1)
+        kind = min(int(KINDS_PER_TOKEN * tokens_per_step), KINDS - 1)
         self.kept.setdefault(kind, deque(maxlen=OF_A_KIND)).append((text, tokens_per_step))
 
     def base_has_moved(self) -> None:
