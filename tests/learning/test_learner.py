@@ -297,6 +297,10 @@ def test_a_base_that_has_changed_reads_all_texts_again():
         for text in list(known.known):
             torch.testing.assert_close(known.of([text]).hidden, fresh.of([text]).hidden)
         switch(True)
+    for on, first in ((True, 0), (False, 2), (True, 4)):  # and back, between two reads
+        switch(on)
+        fresh.of(list(learner.texts.texts)[first : first + 3])
+        assert len(fresh.known) == 3 and fresh.base_has_moved() == (first > 0)
 
 
 def test_texts_are_learned_from_in_eval_mode_and_hold_tokens_of_the_base(monkeypatch):
