@@ -297,6 +297,7 @@ def test_a_base_that_has_changed_reads_all_texts_again():
         for text in list(known.known):
             torch.testing.assert_close(known.of([text]).hidden, fresh.of([text]).hidden)
         switch(True)
+    fresh = Readings(model.base, model.drafter, 1 << 20)
     for on, first in ((True, 0), (False, 2), (True, 4)):  # and back, between two reads
         switch(on)
         fresh.of(list(learner.texts.texts)[first : first + 3])
