@@ -3,7 +3,9 @@
 import copy
 import os
 import pickle
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,9 @@ from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_drafthead import MedusaForCausalLM
+from hf_drafthead.modeling import base as saving
 from hf_drafthead.modeling.adapters import activate
-from hf_drafthead.modeling.base_model import ASIDE, change_of_base
+from hf_drafthead.modeling.base_model import ASIDE, change_of_base, replacing
 from hf_drafthead.modeling.files import read_json
 from hf_drafthead.trees.entries import heads_hash
 from tests.bases import tiny_base
@@ -260,7 +263,20 @@ def test_what_a_linked_folder_holds_stays_there(named, tmp_path):
     assert sorted((tmp_path / "elsewhere").iterdir()) == before
 
 
-def test_threads_that_save_at_once_do_not_disturb_each_other(named, tmp_path):
+def test_threads_that_save_at_once_do_not_disturb_each_other(named, tmp_path, monkeypatch):
+    at_work: list[Path] = []
+    others: list[bool] = []
+
+    @contextmanager
+    def slowly(folder, *arguments):
+        others.append(bool(at_work))
+        at_work.append(folder)
+        with replacing(folder, *arguments) as new:
+            time.sleep(0.02)
+            yield new
+        at_work.remove(folder)
+
+    monkeypatch.setattr(saving, "replacing", slowly)
     model = MedusaForCausalLM.from_base(named).eval()
     model.add_adapter(LORA, "x")
     edit_one_value(model.base)
@@ -268,6 +284,7 @@ def test_threads_that_save_at_once_do_not_disturb_each_other(named, tmp_path):
     with ThreadPoolExecutor(3) as threads:
         for done in [threads.submit(model.save_pretrained, tmp_path / place, **how) for place, how in ways]:
             done.result()
+    assert others == [False] * len(ways), "a save began while another one replaced files"
     torch.testing.assert_close(logits(AutoModel.from_pretrained(tmp_path / "one")), logits(model.eval()))
     assert read_json(tmp_path / "two" / "config.json")["base_model_name_or_path"] == "org/other"
     assert model.config.base_model_name_or_path == str(named)
