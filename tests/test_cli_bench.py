@@ -192,6 +192,7 @@ def test_bad_input_is_refused_in_one_line(run, arguments, text):
         ("min_length=2.5", "a whole number."),
         ("top_k=true", "a whole number."),
         ("do_sample=often", "true or false."),
+        ("watermarking_config=3", "a JSON object."),
     ],
 )
 @pytest.mark.parametrize("words", [("bench", "./nowhere", "--questions"), ("verify", "./nowhere", "--prompts")])

@@ -29,8 +29,8 @@ app = typer.Typer(
 # values of the types that settings of `generate` have, where their default is of none or of another
 UNSET: dict[str, Any] = {"max_new_tokens": 0, "min_new_tokens": 0, "pad_token_id": 0, "prompt_lookup_num_tokens": 0}
 UNSET |= {"min_p": 0.0, "top_h": 0.0, "max_time": 0.0, "posterior_threshold": 0.0, "posterior_alpha": 0.0}
-UNSET |= {"renormalize_logits": False, "early_stopping": None}  # which is text as well
-KINDS = {float: "a number", int: "a whole number", bool: "true or false"}
+UNSET |= {"renormalize_logits": False, "watermarking_config": {}, "early_stopping": None}  # which is text as well
+KINDS = {float: "a number", int: "a whole number", bool: "true or false", dict: "a JSON object"}
 LOG_SECONDS = 5.0  # that lie at least between two lines of progress
 # by the depth of the guess; the base's own tokens stay plain
 COLOURS = ("green", "cyan", "blue", "magenta", "red", "yellow")
