@@ -138,7 +138,7 @@ class Learner:
         start = time.perf_counter()
         try:
             self.work()
-        except Exception as error:
+        except BaseException as error:  # of hooks of the user's, as in a step
             memory = "there is no memory for the gradients" if out_of_memory(error) else None
             self.stop(memory or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
         took = time.perf_counter() - start

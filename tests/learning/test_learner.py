@@ -195,19 +195,26 @@ def test_of_two_learners_neither_overwrites_what_the_other_has_gained(monkeypatc
     assert other.taken == 1 and not all(map(torch.equal, gained, drafter_of(model)))
 
 
-def test_an_error_while_weights_are_tried_ends_learning_alone(monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "there is no memory for the gradients"),
+        (SystemExit("of a hook"), "SystemExit: of a hook"),
+    ],
+)
+def test_an_error_while_weights_are_tried_ends_learning_alone(error, line, monkeypatch, caplog):
     model = FEW[0].build(tiny_base("llama-gqa"))
     before, rates, asked = drafter_of(model), Learner._rates, [(prompt, {}) for prompt in prompts(12)]
 
     def fails(self, texts, drafter):
         if drafter is not model.drafter:
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            raise error
         return rates(self, texts, drafter)
 
     monkeypatch.setattr(Learner, "_rates", fails)
     expected = [answer(model.base, prompt) for prompt, _ in asked]
     texts, learner = served(model, asked, 4)
-    assert texts == [expected] * 4 and learner.stopped == "there is no memory for the gradients"
+    assert texts == [expected] * 4 and learner.stopped == line
     assert all(map(torch.equal, before, drafter_of(model))) and not learner.wants
 
 
