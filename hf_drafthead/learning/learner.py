@@ -11,7 +11,6 @@ decides nothing but how many steps a text takes, so that no text changes with th
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import statistics
 import time
@@ -219,13 +218,15 @@ class Learner:
             state, twin = state_of(drafter.parameters()), self._copied(drafter).float().requires_grad_(True)
             weights = [*twin.parameters()]
             settings = {**recipe_of(self.model), "feature_noise": 0.0}
+            nothing = SimpleNamespace(get_output_embeddings=torch.nn.Identity)  # of a base whose weights do not learn
             learning = self._copy = SimpleNamespace(
                 source=drafter,
+                base=self.model.base,
                 state=state,
                 weights=weights,
                 mean=[weight.detach().clone() for weight in weights],
                 done=0,
-                model=SimpleNamespace(base=self.model.base, drafter=twin, config=self.model.config, training=False),
+                model=SimpleNamespace(base=nothing, drafter=twin, config=self.model.config, training=False),
                 loss=loss_of(self.model, settings),
                 optimizer=torch.optim.AdamW(weights, self.rate, betas=(0.9, 0.99), weight_decay=0.0),
             )
@@ -236,7 +237,7 @@ class Learner:
         texts = self.texts.some(ROWS)
         reading = self._readings.of(texts)
         inputs = {name: tensor.to(reading.hidden.device) for name, tensor in collate([t.row() for t in texts]).items()}
-        with torch.enable_grad(), without_gradients(self.model.base):
+        with torch.enable_grad():
             loss_of_reading = replace(learning.loss, reader=self._readings.reader)
             loss, _ = loss_of_reading(learning.model, inputs, count=False, reading=reading)
             gradients = torch.autograd.grad(loss, learning.weights, allow_unused=True)
@@ -256,7 +257,7 @@ class Learner:
 
     def _outdated(self, learning: Any) -> bool:
         """Whether heads or base are not those any more that a copy was made of."""
-        others = learning.source is not self.model.drafter or learning.model.base is not self.model.base
+        others = learning.source is not self.model.drafter or learning.base is not self.model.base
         return others or learning.state != state_of(learning.source.parameters())
 
     def _copied(self, drafter: Any) -> Any:
@@ -310,16 +311,3 @@ def write(places: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> Non
     with torch.no_grad():
         for place, value in zip(places, values, strict=True):
             place.copy_(value)
-
-
-@contextlib.contextmanager
-def without_gradients(base: Any) -> Iterator[None]:
-    """The weights of a base that heads read are taken as they are, and get no gradient."""
-    asked = [weight for weight in base.parameters() if weight.requires_grad]
-    for weight in asked:
-        weight.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for weight in asked:
-            weight.requires_grad_(True)

@@ -200,6 +200,7 @@ class HeadsLoss:
         drafter, reader = model.drafter, self._reader(model)
         last: dict[tuple[int, int], Tensor] = {}  # which the heads at the same labels share
 
+        @torch.no_grad()
         def teachers(head: int, chunk: slice) -> Tensor:
             key = (id(sources[head]), chunk.start)
             if key not in last:

@@ -26,6 +26,16 @@ def test_the_base_s_own_loss_is_what_transformers_says(name, tmp_path):
     assert (joint - alone).item() == pytest.approx(0.5 * model.base(**inputs).loss.item(), rel=1e-5)
 
 
+def test_the_distribution_that_heads_learn_from_does_not_learn(tmp_path):
+    model, inputs, gradients = medusa(share_lm_head=False), {"input_ids": ROWS, "labels": ROWS}, []
+    for teacher in (0.0, 1.0):
+        model.zero_grad()
+        objective = {"next_token_weight": 1.0, "teacher_weight": teacher, "base_weight": 1.0}
+        trainer_of(model, tmp_path, **objective).compute_loss(model, inputs).backward()
+        gradients.append(model.base.lm_head.weight.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "adapters"])
 def test_base_and_heads_learn_at_rates_of_their_own(rank, tmp_path):
     model = medusa()
