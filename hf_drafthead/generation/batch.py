@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.nn import functional as F
 from transformers.utils import logging
 
 from hf_drafthead.bases.errors import DoesNotFit
@@ -215,8 +216,8 @@ class Batch:
         return functools.partial(state.note, walk.packed, ready, candidates.tokens.shape[1], seconds)
 
     def tilts(self, state: DecodingState, depth: int) -> torch.Tensor | None:
-        """How the noise with which the base will choose tilts the guesses (B, D, V); None where nobody samples.
-        Members keep their noise (g, D, V) for the walk."""
+        """How the noise with which the base will choose tilts the guesses (B, D, V), by 0 where a processor leaves no
+        score; None where nobody samples. Members keep their noise (g, D, V) for the walk."""
         tilts: dict[int, torch.Tensor] = {}
         vocabulary = self.reader.vocabulary
         for member in (member for member in self.running if member.error is None and member.rules.samples):
@@ -227,7 +228,7 @@ class Batch:
                 if noise is None:  # "typical" chooses without
                     continue
                 member.noise = noise.to(self.device)
-                tilt = rules.tilt(noise).to(self.device)
+                tilt = F.pad(rules.tilt(noise).to(self.device), (0, max(vocabulary - noise.shape[-1], 0)))
                 if len(member.rows) == len(state.lengths):
                     return tilt
                 tilts |= zip(member.rows, tilt)

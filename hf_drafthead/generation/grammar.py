@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -68,7 +69,7 @@ class AskedOnce:
             self.asked[key] = prefix.clone(), said, error
         said = self.asked[key][1]
         try:
-            token = SEVERAL if len(said) > 1 else int(next(iter(said)))
+            token = SEVERAL if len(said) > 1 else operator.index(next(iter(said)))
         except (TypeError, ValueError, StopIteration):
             return REFUSED
         return token if token == SEVERAL or 0 <= token < vocabulary else REFUSED
@@ -112,7 +113,7 @@ class Grammar:
         prefixes = sequences[:, :length].to(rules.device)
         if self.teller is not None:
             with rules.random.lent():
-                told = list(self.teller.certain_path(prefixes[0], most))[:most]
+                told = [*map(operator.index, self.teller.certain_path(prefixes[0], most))][:most]
             return [[*itertools.takewhile(range(vocabulary).__contains__, told)]]
         paths, new = none, length - rules.prompt_length
         # all rows stay at one length, and are asked in the base's order, where the base will stand

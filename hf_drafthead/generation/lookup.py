@@ -25,6 +25,8 @@ of a step, C tokens of the texts, S hashes, G tables, X n-grams.
 from __future__ import annotations
 
 import math
+import operator
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -161,11 +163,7 @@ def matches(tree: LookupTree, sequences: torch.Tensor, lengths: torch.Tensor, te
 
 
 def accepted_copies(
-    tree: LookupTree,
-    texts: HeldTexts | None,
-    sequences: torch.Tensor,
-    lengths: list[int],
-    emitted: list[list[int]],
+    tree: LookupTree, texts: HeldTexts | None, sequences: torch.Tensor, lengths: list[int], emitted: list[list[int]]
 ) -> list[int]:
     """Row by row, how many of the guesses that a step accepted were copies: from the first on, until one was not.
 
@@ -188,12 +186,7 @@ def accepted_copies(
 
 
 def with_copies(
-    tokens: torch.Tensor,
-    parents: torch.Tensor,
-    depths: torch.Tensor,
-    value: torch.Tensor,
-    copied: Copies,
-    deepest: int,
+    tokens: torch.Tensor, parents: torch.Tensor, depths: torch.Tensor, value: torch.Tensor, copied: Copies, deepest: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The guessed nodes and the copies together, row by row.
 
@@ -258,7 +251,7 @@ class TextIndex:
 
     @torch.inference_mode(False)
     def __init__(self, texts: Iterable[Sequence[int]] = (), capacity: int | None = None):
-        texts = [[*text] for text in texts]
+        texts = [ids_of(text) for text in texts]
         needed = sum(len(text) + 1 for text in texts)  # one behind each
         if capacity is None:
             capacity = max(1 << (needed - 1).bit_length(), LEAST_CAPACITY) if needed else LEAST_CAPACITY
@@ -294,7 +287,7 @@ class TextIndex:
         if tokenizer is None and any(isinstance(text, str) for text in texts):
             raise ValueError("lookup_texts holds strings, but no tokenizer was given: pass tokenizer=, or token ids.")
         ids = [
-            tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else _ids_of(text)
+            tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else ids_of(text)
             for text in texts
         ]
         return cls(ids, sum(len(text) + 1 for text in ids) + more if more else None)
@@ -309,7 +302,7 @@ class TextIndex:
     def put(self, text: Sequence[int]) -> None:
         """Hold a further text in place of the oldest ones that may be replaced; of a long one the end."""
         room = self.capacity - self.first - 1  # one behind it
-        text = text[-room:] if room > 0 else []
+        text = ids_of(text)[-room:] if room > 0 else []
         if len(text) <= min(GRAMS):
             return
         with self.lock, torch.no_grad(), torch.inference_mode(False):
@@ -340,12 +333,15 @@ class TextIndex:
             texts.places[number].index_copy_(0, hashes[last].to(device), ends[last].to(device))
 
 
-def _ids_of(text: Any) -> list[int]:
-    """Token ids as a list."""
-    ids = text.flatten().tolist() if isinstance(text, torch.Tensor) else [*text]
-    if any(isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31 for token in ids):
-        raise TypeError(f"a text of lookup_texts begins {str(ids[:4])[:60]}: expected a string or token ids.")
-    return ids
+def ids_of(text: Any, what: str = "a text of lookup_texts", least: int = 0) -> list[int]:
+    """Token ids as a list; a TypeError, in one line, where they are none."""
+    try:
+        ids = text.flatten().tolist() if getattr(text, "ndim", 0) else [*text]
+        if any(isinstance(token, bool) or not least <= operator.index(token) < 1 << 31 for token in ids):
+            raise TypeError
+    except TypeError:
+        raise TypeError(f"{what} is {reprlib.repr(text)}: expected a list of token ids.") from None
+    return [*map(int, ids)]
 
 
 def hash_of(grams: torch.Tensor, size: int) -> torch.Tensor:

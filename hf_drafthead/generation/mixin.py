@@ -95,9 +95,7 @@ class DraftHeadGenerationMixin(GenerationMixin):
         """
         prompt = kwargs.get("input_ids") if inputs is None else inputs
         if prompt is not None and kwargs.get("inputs_embeds") is None and prompt.shape[-1] == 0:
-            raise ValueError(
-                "the prompt is empty (0 tokens): give at least one token, such as the tokenizer's beginning of text."
-            )
+            raise ValueError("the prompt is empty (0 tokens): give at least one token, such as the beginning of text.")
         if generation_config is not None and not isinstance(generation_config, GenerationConfig):
             return self.base.generate(inputs, generation_config, **kwargs)  # which refuses it
         typical = {"posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha}

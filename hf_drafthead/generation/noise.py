@@ -47,7 +47,9 @@ class NoiseTape:
         self.drawn: dict[int, torch.Tensor] = {}
 
     def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        """(B, V) noise of a position, counted from 0; `like` gives V and dtype."""
+        """(B, V) noise of a position, counted from 0; `like` gives V and dtype; drawn again where V was another."""
+        if position in self.drawn and self.drawn[position].shape[-1] != like.shape[-1]:
+            self.go_on(position, self.states[position])
         while self.newest <= position:
             self.generator.set_state(self.states[self.newest])
             self.drawn[self.newest] = self._draw(like)

@@ -80,19 +80,20 @@ class Rules:
         self.asks_others = self.random is not NOTHING_DRAWN and self.lockstep and bool(others or not apart)
         self.grammar = Grammar.of(self) if self.processors else None
 
-    def choose(
-        self, rows: list[int], logits: torch.Tensor, sequences: torch.Tensor, lengths: list[int]
-    ) -> torch.Tensor:
+    def choose(self, rows: list[int], logits: torch.Tensor, tokens: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """The token (g,) that each of g rows, of all in lockstep, emits next, as the base chooses it: of logits (g, V)
-        after its last token, and token ids (B, L), of which the first `lengths[b]` are row b's prefix."""
-        logits = logits.to(sequences.device, torch.float32, copy=True)
+        after its last token, and tokens (B, L), of which the first `lengths[b]` are row b's prefix."""
+        logits = logits.to(tokens.device, torch.float32, copy=True)
         with self.random.lent() if self.asks_others else contextlib.nullcontext():
-            scores = self._process(rows, logits, sequences, lengths) if self.processors else logits
+            scores = self._process(rows, logits, tokens, lengths) if self.processors else logits
         if self.keeps_scores:
             self._keep(self.scores, rows, scores, lengths)
         if self.keeps_logits:
             self._keep(self.logits, rows, logits, lengths)
-        return self._sampled(rows, scores, lengths) if self.samples else scores.argmax(-1)
+        chosen = self._sampled(rows, scores, lengths) if self.samples else scores.argmax(-1)
+        if scores.shape[-1] > logits.shape[-1] and bool((chosen >= logits.shape[-1]).any()):
+            raise IndexError(f"a logits processor chose token {int(chosen.max())}, of a base of {logits.shape[-1]}.")
+        return chosen
 
     def _sampled(self, rows: list[int], scores: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """What the base draws of scores (g, V)."""

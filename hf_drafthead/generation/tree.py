@@ -37,6 +37,7 @@ MAX_DEPTH = 256
 LOOKUP = "lookup"  # copies from the text in the place of a tree of guesses
 COPIES = 10  # tokens of other texts that are copied where no number is given
 DEFAULT_MATCH = 8  # last tokens that are compared with the text
+MOST_COPIES = 256  # where copies are all that is guessed
 MAX_MADE = 65_536  # nodes that a dynamic tree guesses in a step, row by row; published trees guess some hundreds
 
 _shown = reprlib.Repr()  # what was given, cut to a length that fits a message
@@ -249,14 +250,12 @@ class LookupTree:
     def around(
         cls, tree: DraftTree | DynamicTree, copies: int, longest_match: int | None, vocabulary: int
     ) -> LookupTree:
-        """The tree with so many copied tokens, at most as many as it has nodes below the root (ValueError)."""
+        """The tree with so many copies, no more than its nodes below the root, or `MOST_COPIES` (ValueError)."""
         longest_match = DEFAULT_MATCH if longest_match is None else longest_match
         for name, value in (("prompt_lookup_num_tokens", copies), ("max_matching_ngram_size", longest_match)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}: expected a whole number of tokens, at least 1.")
-        if tree.num_nodes > 1:
-            copies = min(copies, tree.num_nodes - 1)
-        return cls(tree, copies, longest_match, vocabulary)
+        return cls(tree, min(copies, tree.num_nodes - 1 or MOST_COPIES), longest_match, vocabulary)
 
     num_nodes = property(lambda self: max(self.tree.num_nodes, self.copies + self.certain + 1))
     max_depth = property(lambda self: max(self.tree.max_depth, self.copies + self.certain))

@@ -5,6 +5,7 @@ from threading import RLock
 from typing import Any
 
 from hf_drafthead.bases.generators import new_lock
+from hf_drafthead.generation.lookup import ids_of
 from hf_drafthead.learning.learner import Learner
 from hf_drafthead.learning.texts import RecentTexts
 
@@ -16,7 +17,11 @@ def learn_from(
     model: Any, prompts: Iterable[Sequence[int]], answers: Iterable[Sequence[int]], **settings: Any
 ) -> dict[str, float]:
     """See `DraftHeadPreTrainedModel.learn_from`."""
-    texts = [[[*map(int, ids)] for ids in pair] for pair in zip(prompts, answers, strict=True)]
+    given = ("a prompt", prompts), ("an answer", answers)
+    all_prompts, all_answers = ([ids_of(text, what, -1 << 31) for text in texts] for what, texts in given)
+    if len(all_prompts) != len(all_answers):
+        raise ValueError(f"{len(all_prompts)} prompts and {len(all_answers)} answers: expected one answer to each.")
+    texts = [*zip(all_prompts, all_answers)]
     most = model.get_input_embeddings().weight.shape[0]
     for token in (token for pair in texts for ids in pair for token in ids):
         if not 0 <= token < most:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, LogitsProcessor, StaticCache
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
 from transformers.generation.streamers import BaseStreamer
 
@@ -266,10 +266,25 @@ def test_a_manager_that_is_started_behind_a_hard_stop_starts_anew(held, guessing
     assert final(manager, add(manager, ([5], SHORT))).generated_tokens == alone(guessing.base, ([5], SHORT))
 
 
+class Hint(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+    def certain_path(self, prefix, most):
+        return [5.0]
+
+
+def more_scores(input_ids, scores):
+    """One that has a token of its own, some tokens on."""
+    return torch.cat([scores, scores.new_full((1, 1), 99.0)], dim=1) if input_ids.shape[1] > 4 else scores
+
+
 def test_a_request_that_fails_ends_alone(held, guessing):
     manager, name, go_on = held
     good = [add(manager, ([5 + number], SHORT)) for number in range(4)]
     bad = {
+        add(manager, ([5, 6], SHORT), logits_processor=[more_scores]): "IndexError: a logits processor chose token",
+        add(manager, ([5, 6], SHORT), logits_processor=[Hint()]): "TypeError: 'float' object",
         add(manager, ([5, 6], SHORT), logits_processor=[Fails(3)]): "ZeroDivisionError: the processor's own",
         add(manager, ([5, 6], SHORT), logits_processor=[Fails(1)]): "ZeroDivisionError: the processor's own",
         add(manager, ([5, 6], SHORT), temperature=-1.0, do_sample=True): "ValueError: `temperature`",
@@ -283,6 +298,16 @@ def test_a_request_that_fails_ends_alone(held, guessing):
     assert final(manager, name).generated_tokens == alone(guessing.base, ([3, 4, 5], LONG))
     for number, request in enumerate(good):
         assert final(manager, request).generated_tokens == alone(guessing.base, ([5 + number], SHORT))
+
+
+def test_requests_that_sample_of_fewer_scores_run_beside_others(guessing, managed):
+    settings = [{**SHORT, "do_sample": True, "seed": seed, "logits_processor": []} for seed in range(4)]
+    settings[1]["logits_processor"] = [lambda input_ids, scores: scores[:, :40]]
+    manager = managed(guessing, start=False)
+    names = [add(manager, ([5, 6], each)) for each in settings]
+    manager.start()
+    for name, each in zip(names, settings):
+        assert final(manager, name).generated_tokens == alone(guessing.base, ([5, 6], each))
 
 
 def test_an_error_of_the_base_ends_those_that_run_and_no_more(held, guessing, monkeypatch):

@@ -107,7 +107,7 @@ def test_a_threshold_that_nothing_reads_is_refused(name, model):
 
 @pytest.mark.parametrize("call", [{"inputs": EMPTY}, {"input_ids": EMPTY}, {"input_ids": EMPTY.expand(3, 0)}], ids=str)
 def test_an_empty_prompt_is_refused(call, model):
-    text = r"^the prompt is empty \(0 tokens\): give at least one token, such as the tokenizer's beginning of text\.$"
+    text = r"^the prompt is empty \(0 tokens\): give at least one token, such as the beginning of text\.$"
     with pytest.raises(ValueError, match=text):
         model.generate(**call, max_new_tokens=3)
 
@@ -135,10 +135,14 @@ COPIED = {
         {"lookup_texts": ["a text"]},
         "lookup_texts holds strings, but no tokenizer was given: pass tokenizer=",
     ),
-    "text of text": ({"lookup_texts": [[3, "4"]]}, r"a text of lookup_texts begins \[3, '4'\]: expected a string or"),
+    "text of text": ({"lookup_texts": [[3, "4"]]}, r"a text of lookup_texts is \[3, '4'\]: expected a list of"),
     "no token": (
         {"lookup_texts": [[3, -4]]},
-        r"a text of lookup_texts begins \[3, -4\]: expected a string or token ids.",
+        r"a text of lookup_texts is \[3, -4\]: expected a list of token ids.",
+    ),
+    "a flat list": (
+        {"lookup_texts": torch.tensor([3, 4])},
+        r"a text of lookup_texts is tensor\(3\): expected a list of",
     ),
 }
 

@@ -116,6 +116,11 @@ def test_a_base_that_was_resized_drafts():
     both(model)
 
 
+def test_more_copies_than_any_text_has_take_no_more_memory():
+    model, call = hf_drafthead.from_base(tiny_base("llama-gqa", dtype=torch.float32)), {"max_new_tokens": 9}
+    as_the_base(model, repeating_prompt(3) | call, prompt_lookup_num_tokens=10**6)
+
+
 @pytest.mark.parametrize("tree", [[[0]], "dynamic", "mc_sim_7b_63", {"dynamic": {"nodes": 4}}], ids=str)
 def test_a_tree_of_heads_is_refused(tree):
     model = hf_drafthead.from_base(shared_base("llama"))

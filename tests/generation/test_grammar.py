@@ -239,8 +239,16 @@ class Refused(Frames):
         return [] if super().__call__(row, prefix) and len(prefix) == 13 else [5]
 
 
-@pytest.mark.parametrize("kind, line", [(Raises, "the thirteenth"), (Refused, "empty list"), (Beyond, "out of bounds")])
-@pytest.mark.few(3)
+class Words(Frames):
+    def __call__(self, row, prefix):
+        return torch.tensor([5.0]) if super().__call__(row, prefix) and len(prefix) == 13 else [5]
+
+
+FAULTS = [(Raises, "the thirteenth"), (Refused, "empty list"), (Beyond, "out of bounds"), (Words, "as indices must be")]
+
+
+@pytest.mark.parametrize("kind, line", FAULTS)
+@pytest.mark.few(4)
 def test_what_it_raises_ends_the_call_where_the_base_s_would_end(kind, line):
     model, asked = FAMILIES[0].build(shared_base("llama-gqa")), []
     for each in (model.base, model):

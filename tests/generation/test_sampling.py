@@ -32,11 +32,23 @@ class Noisy(LogitsProcessor):
         return scores + 0.1 * torch.randn_like(scores)
 
 
+class Fewer(LogitsProcessor):
+    """Leaves some of the scores, where the text has so many tokens."""
+
+    def __init__(self, first, behind):
+        self.lengths = range(first, behind)
+
+    def __call__(self, input_ids, scores):
+        return scores[:, :40] if input_ids.shape[1] in self.lengths else scores
+
+
 PROCESSORS = {
     "none": {"top_k": 0},
     "top-k and top-p": {"top_k": 20, "top_p": 0.8},
     "those that see the prefix": {"repetition_penalty": 1.3, "min_new_tokens": 9},
     "one that draws": {"logits_processor": [Noisy()]},
+    "one that leaves few": {"logits_processor": [Fewer(0, 99)]},
+    "one that leaves few for a while": {"logits_processor": [Fewer(15, 22)]},
 }
 
 

@@ -326,6 +326,10 @@ def test_texts_are_learned_from_in_eval_mode_and_hold_tokens_of_the_base(monkeyp
     assert model.__dict__["_learner"].texts.seen == 96 and modes and not any(modes) and model.drafter.training
     with pytest.raises(ValueError, match="^token -100 is none of the base's"):
         model.learn_from(asked[:1], [[-100] * 6])
+    with pytest.raises(TypeError, match="^an answer is 5: expected a list of token ids"):
+        model.learn_from(asked[:1], [5])
+    with pytest.raises(ValueError, match="^1 prompts and 2 answers"):
+        model.learn_from(asked[:1], asked[:2])
     assert model.__dict__["_learner"].texts.seen == 96
 
 
