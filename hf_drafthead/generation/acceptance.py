@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.rules import UNKNOWN_TOKEN, Rules
 from hf_drafthead.generation.state import Candidates, DecodingState, Limits, Rows, RowWalk, Stream, Walk, running
 
 
@@ -55,15 +55,10 @@ def walk_on_device(
 
 
 def walk_on_host(
-    logits: torch.Tensor,
-    candidates: Candidates,
-    state: DecodingState,
-    rules: Rules,
-    stream: Stream | None = None,
+    logits: torch.Tensor, candidates: Candidates, state: DecodingState, rules: Rules, stream: Stream | None = None
 ) -> list[RowWalk]:
     """The walk token by token, with every processor and criterion applied to exactly the row's own prefix, of logits
-    (B, N, V). The stream shows every token (B,) once the criteria were asked about it, in lockstep.
-    """
+    (B, N, V). The stream shows every token (B,) once the criteria were asked about it, in lockstep."""
     tokens, reach = candidates.tokens, state.reach()
     before, lengths, ends = state.lengths, list(state.lengths), list(state.ends)
     batch = tokens.shape[0]
@@ -100,6 +95,8 @@ def walk_on_host(
         for row, fired in zip(group, rules.stops(group, newest, sequences, lengths)):
             if fired and ends[row] is None:
                 ends[row] = lengths[row]
+            elif ends[row] is None and token_of[row] >= logits.shape[-1]:
+                raise IndexError(UNKNOWN_TOKEN)
         if stream is not None and rules.lockstep:
             stream.show(sequences[:, max(lengths) - 1])
         now = still_moving()

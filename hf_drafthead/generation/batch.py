@@ -228,7 +228,7 @@ class Batch:
                 if noise is None:  # "typical" chooses without
                     continue
                 member.noise = noise.to(self.device)
-                tilt = F.pad(rules.tilt(noise).to(self.device), (0, max(vocabulary - noise.shape[-1], 0)))
+                tilt = F.pad(rules.tilt(noise).to(self.device), (0, vocabulary - noise.shape[-1]))
                 if len(member.rows) == len(state.lengths):
                     return tilt
                 tilts |= zip(member.rows, tilt)

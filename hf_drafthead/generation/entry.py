@@ -40,7 +40,7 @@ from hf_drafthead.bases.releases import (
 from hf_drafthead.bases.slots import BUCKET, SlotCache
 from hf_drafthead.bases.unusual_inputs import read_and_try
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
-from hf_drafthead.generation.rules import Rules
+from hf_drafthead.generation.rules import UNKNOWN_TOKEN, Rules
 from hf_drafthead.generation.settings import DraftPlan
 from hf_drafthead.generation.state import FAR, DecodingState, Limits, Member, Rows, Stream
 from hf_drafthead.generation.step import now
@@ -256,6 +256,8 @@ def prefill(
     lengths = [prompt_length + 1] * batch
     fired = rules.stops(everyone, roots.tolist(), sequences, lengths)
     ends = [length if stop else None for length, stop in zip(lengths, fired)]
+    if any(end is None and root >= logits.shape[-1] for root, end in zip(roots.tolist(), ends)):
+        raise IndexError(UNKNOWN_TOKEN)
     if stream is not None:
         stream.show(roots)
     tokens = prompt.arguments.get("input_ids")

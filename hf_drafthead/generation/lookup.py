@@ -340,7 +340,8 @@ def ids_of(text: Any, what: str = "a text of lookup_texts", least: int = 0) -> l
         if any(isinstance(token, bool) or not least <= operator.index(token) < 1 << 31 for token in ids):
             raise TypeError
     except TypeError:
-        raise TypeError(f"{what} is {reprlib.repr(text)}: expected a list of token ids.") from None
+        shown = " ".join(reprlib.repr(text).split())
+        raise TypeError(f"{what} is {shown}: expected a list of token ids.") from None
     return [*map(int, ids)]
 
 

@@ -245,10 +245,7 @@ def _batching() -> Any:
 
 @torch.no_grad()
 def decode(
-    member: Member,
-    model: Any,
-    execution: Execution,
-    on_step: Callable[[StepRecord], None] | None = None,
+    member: Member, model: Any, execution: Execution, on_step: Callable[[StepRecord], None] | None = None
 ) -> DraftHeadGenerateOutput | torch.Tensor:
     """Generate behind a prompt that was read, by a batch of this call alone, until every row has ended: what the base's
     `generate` would return, in its form."""

@@ -45,13 +45,15 @@ class NoiseTape:
         # before every position drawn, and after the last one
         self.states: dict[int, torch.Tensor] = {0: generator.get_state()}
         self.drawn: dict[int, torch.Tensor] = {}
+        self.widths: dict[int, int] = {}  # V of each position that was drawn
 
     def noise(self, position: int, like: torch.Tensor) -> torch.Tensor:
         """(B, V) noise of a position, counted from 0; `like` gives V and dtype; drawn again where V was another."""
-        if position in self.drawn and self.drawn[position].shape[-1] != like.shape[-1]:
+        if position < self.newest and self.widths[position] != like.shape[-1]:
             self.go_on(position, self.states[position])
         while self.newest <= position:
             self.generator.set_state(self.states[self.newest])
+            self.widths[self.newest] = like.shape[-1]
             self.drawn[self.newest] = self._draw(like)
             self.drawn.pop(self.newest - self.KEPT, None)
             self.newest += 1
@@ -67,6 +69,7 @@ class NoiseTape:
         rows = [[self.noise(first + more, like)[row] for more in range(depth)] for row, first in enumerate(firsts)]
         # no row will ask for what lies before
         self.states = {position: state for position, state in self.states.items() if position >= min(firsts)}
+        self.widths = {position: width for position, width in self.widths.items() if position in self.states}
         return torch.stack([torch.stack(row) for row in rows])
 
     def go_on(self, position: int, state: torch.Tensor) -> None:

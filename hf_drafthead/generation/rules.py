@@ -36,6 +36,8 @@ from hf_drafthead.generation.grammar import Grammar
 from hf_drafthead.generation.noise import NOTHING_DRAWN, RandomNumbers
 from hf_drafthead.generation.state import NOT_A_DISTRIBUTION, are_numbers
 
+UNKNOWN_TOKEN = "a logits processor chose a token that the base does not have"
+
 
 @dataclass
 class Rules:
@@ -90,10 +92,7 @@ class Rules:
             self._keep(self.scores, rows, scores, lengths)
         if self.keeps_logits:
             self._keep(self.logits, rows, logits, lengths)
-        chosen = self._sampled(rows, scores, lengths) if self.samples else scores.argmax(-1)
-        if scores.shape[-1] > logits.shape[-1] and bool((chosen >= logits.shape[-1]).any()):
-            raise IndexError(f"a logits processor chose token {int(chosen.max())}, of a base of {logits.shape[-1]}.")
-        return chosen
+        return self._sampled(rows, scores, lengths) if self.samples else scores.argmax(-1)
 
     def _sampled(self, rows: list[int], scores: torch.Tensor, lengths: list[int]) -> torch.Tensor:
         """What the base draws of scores (g, V)."""

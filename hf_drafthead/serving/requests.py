@@ -49,12 +49,12 @@ ITEM |= dict.fromkeys(("id", "status", "name", "arguments", "call_id"), str)
 ITEM |= {"content": CONTENT, "output": CONTENT, "summary": list}
 COMMON: Object = {"model": str, "temperature": number(0.0, 2), "top_p": number(0.0, 1), "stream": bool}
 COMMON |= {"top_k": COUNT, "min_p": number(0.0, 1), "repetition_penalty": number(0.01, 100)}
-COMMON |= {"seed": number(-(1 << 63), (1 << 64) - 1)}
+COMMON |= {"seed": number(-(1 << 63), (1 << 64) - 1), "store": bool}
 COMMON |= {"stream_options": fields(include_usage=bool, include_obfuscation=NO)}
 SCORES: Object = {"logit_bias": by_name[str, number(-100.0, 100)], "n": number(1, 128)}
 SCORES |= {"stop": some(str) | many[some(str)], "max_tokens": COUNT}
 OF_CHATS: Object = {"tool_choice": Literal["auto", "none"], "parallel_tool_calls": bool}
-OF_CHATS |= {"chat_template_kwargs": by_name[str, Value], "service_tier": Literal["auto", "default"], "store": bool}
+OF_CHATS |= {"chat_template_kwargs": by_name[str, Value], "service_tier": Literal["auto", "default"]}
 COMPLETIONS = {**COMMON, **SCORES, "logprobs": number(0, 20)}
 COMPLETIONS |= {"prompt": Required[some(str) | TOKENS | some(many[some(str) | TOKENS])]}
 CHAT = {**COMMON, **SCORES, **OF_CHATS, "messages": Required[some(many[fields(**MESSAGE)])]}

@@ -19,7 +19,7 @@ from hf_drafthead.bases.releases import CACHE
 from hf_drafthead.batching.scheduler import Scheduler
 from hf_drafthead.generation import rows
 from hf_drafthead.generation.rows import SharedBatch
-from tests.bases import tiny_base
+from tests.bases import VOCABULARY, tiny_base
 from tests.batching.requests import TREE, add, alone, final
 from tests.batching.test_exact import MEDUSA, Counts, Fails
 from tests.generation.agreement import shared_base
@@ -283,7 +283,7 @@ def test_a_request_that_fails_ends_alone(held, guessing):
     manager, name, go_on = held
     good = [add(manager, ([5 + number], SHORT)) for number in range(4)]
     bad = {
-        add(manager, ([5, 6], SHORT), logits_processor=[more_scores]): "IndexError: a logits processor chose token",
+        add(manager, ([5, 6], SHORT), logits_processor=[more_scores]): "IndexError: a logits processor chose a token",
         add(manager, ([5, 6], SHORT), logits_processor=[Hint()]): "TypeError: 'float' object",
         add(manager, ([5, 6], SHORT), logits_processor=[Fails(3)]): "ZeroDivisionError: the processor's own",
         add(manager, ([5, 6], SHORT), logits_processor=[Fails(1)]): "ZeroDivisionError: the processor's own",
@@ -300,9 +300,11 @@ def test_a_request_that_fails_ends_alone(held, guessing):
         assert final(manager, request).generated_tokens == alone(guessing.base, ([5 + number], SHORT))
 
 
-def test_requests_that_sample_of_fewer_scores_run_beside_others(guessing, managed):
-    settings = [{**SHORT, "do_sample": True, "seed": seed, "logits_processor": []} for seed in range(4)]
+def test_requests_that_choose_of_fewer_or_more_scores_run_beside_others(guessing, managed):
+    settings = [{**SHORT, "do_sample": True, "seed": seed, "logits_processor": []} for seed in range(5)]
     settings[1]["logits_processor"] = [lambda input_ids, scores: scores[:, :40]]
+    settings[3]["logits_processor"] = [lambda input_ids, scores: torch.nn.functional.pad(scores, (0, 3), value=-1e9)]
+    settings[4] |= {"do_sample": False, "logits_processor": [more_scores], "eos_token_id": [1, VOCABULARY]}
     manager = managed(guessing, start=False)
     names = [add(manager, ([5, 6], each)) for each in settings]
     manager.start()

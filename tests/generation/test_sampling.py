@@ -61,6 +61,13 @@ def test_the_text_and_the_generator_are_the_base_s(rows, captured):
         same_as_base(model, call, **({"compile_config": TRACED} if captured else {}))
 
 
+def test_noise_is_drawn_for_as_many_scores_as_a_processor_leaves_however_far_ahead_it_was_drawn():
+    model = FAMILIES[0].build(shared_base("llama-gqa"))
+    call = {**prompt(1), "max_new_tokens": 60, "eos_token_id": None, "top_k": 0}
+    call["logits_processor"] = [lambda ids, scores: scores[:, :40] if ids.shape[1] % 4 == 1 else scores]
+    same_as_base(model, call, draft_tree="lookup", prompt_lookup_num_tokens=noise.NoiseTape.KEPT + 8)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_noise_is_drawn_once(rows, monkeypatch):
     drawn, draw = [], noise.NoiseTape._draw

@@ -67,11 +67,13 @@ def test_answers_of_others_are_copied_where_the_operator_says_so(answers, folder
 
 
 @pytest.mark.parametrize("learns", [True, False])
-def test_heads_learn_from_requests_that_say_so(learns, folder):
-    chat = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 8}
+@pytest.mark.parametrize("call", ["chat/completions", "completions"])
+def test_heads_learn_from_requests_that_say_so(call, learns, folder):
+    said = {"completions": {"prompt": "abc"}, "chat/completions": {"messages": [{"role": "user", "content": "abc"}]}}
+    body = {**said[call], "max_tokens": 8}
     with in_process(folder, context=1000, learn=learns) as client:
-        post(client, "chat/completions", **chat)
-        refused = client.post("/v1/chat/completions", json=chat | {"store": True})
+        post(client, call, **body)
+        refused = client.post(f"/v1/{call}", json=body | {"store": True})
         learner = client.served.manager.learner
         assert refused.status_code == (200 if learns else 400)
         assert learner.texts.seen == 1 if learns else "`serve --learn`" in refused.text and learner is None
