@@ -248,7 +248,7 @@ def heads_output(
     """The loss of the family's recipe, of a model in training mode; the base is read without gradients.
 
     `input_ids`, `labels`, `attention_mask` (B, T) as for a causal LM, `position_ids` (B, T) of rows that are one
-    text each. A ValueError of inputs that the heads cannot learn from, or of adapters that are to be trained.
+    text each. A ValueError of inputs that the heads cannot learn from, or of a base that is to be trained.
     """
     others = sorted(name for name, value in rest.items() if value is not None and not isinstance(value, (bool, int)))
     if input_ids is None or others:
@@ -256,9 +256,9 @@ def heads_output(
     if position_ids is not None and bool((position_ids.diff(dim=-1) < 0).any()):
         advice = "turn off packing (packing=False, padding_free=False)"
         raise ValueError(f"position_ids restart within a row, which heads would read as one text: {advice}.")
-    if any(parameter.requires_grad for layer in adapter_layers(model.base) for parameter in layer.parameters()):
+    if any(parameter.requires_grad for parameter in model.base.parameters()):
         raise ValueError(
-            "the base has adapters that are to be trained, but labels train the heads only: freeze them "
+            "the base has weights or adapters that are to be trained, but labels train the heads only: freeze them "
             "(model.base.requires_grad_(False)), or train base and heads together with `hf-drafthead train --joint`."
         )
     settings = recipe_of(model)

@@ -173,10 +173,14 @@ def test_inputs_that_heads_cannot_learn_from_are_refused(inputs, message):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
-def test_adapters_that_are_to_be_trained_are_refused():
+@pytest.mark.parametrize("adapters", [True, False])
+def test_a_base_that_is_to_be_trained_is_refused(adapters):
     model = FAMILIES[0].build(tiny_base(dtype=torch.float32)).train()
-    add_adapter(model.base, LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="^the base has adapters that are to be trained, but"):
+    if adapters:
+        add_adapter(model.base, LoraConfig(r=2, target_modules=["q_proj"]))
+    else:
+        model.base.requires_grad_(True)
+    with pytest.raises(ValueError, match="^the base has weights or adapters that are to be trained, but"):
         model(IDS, labels=IDS)
     model.base.requires_grad_(False)
     assert model(IDS, labels=IDS).loss.requires_grad
