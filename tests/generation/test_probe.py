@@ -93,6 +93,21 @@ def test_memory_that_was_short_once_is_tried_again(monkeypatch, fallbacks):
     drafts(model)
 
 
+def test_a_base_that_another_thread_trains_while_it_is_probed_is_probed_again(monkeypatch):
+    model = FAMILIES[0].build(tiny_base("llama"))
+    del model.__dict__["_readers"]
+
+    def trained(base, *arguments):
+        with torch.no_grad():
+            base.lm_head.weight.mul_(1.0)
+        raise Unsupported("the base does not honour tree masks")
+
+    with monkeypatch.context() as patch, pytest.raises(Unsupported):
+        patch.setattr(mixin, "probe", trained)
+        model._base_reader()
+    drafts(model)
+
+
 def test_a_base_that_can_not_is_probed_once(monkeypatch):
     model = FAMILIES[0].build(shared_base("mpt"))
     probed = []
