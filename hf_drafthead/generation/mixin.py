@@ -219,12 +219,11 @@ class DraftHeadGenerationMixin(GenerationMixin):
         key = (self.drafter.reads, *seen)
         reader: BaseReader | str | None = readers.get(key)
         if reader is None:
-            written = [0 if weight.is_inference() else weight._version for weight in base.parameters()]
+            written = [(weight, weight._version) for weight in base.parameters() if not weight.is_inference()]
             try:
                 reader = probe(base, self.drafter.reads)
             except Unsupported as reason:
-                now = [0 if weight.is_inference() else weight._version for weight in base.parameters()]
-                if not reason.lasting or hooked or written != now:  # by another thread, that trains them
+                if not reason.lasting or hooked or any(weight._version != then for weight, then in written):
                     raise
                 reader = str(reason)  # not the exception, whose traceback would keep the probe's tensors alive
             readers[key] = reader
