@@ -289,7 +289,7 @@ ROOMS = [
     ("trees", 1491),
     ("evaluation", 1632),
     ("cli", 1336),
-    ("learning", 552),
+    ("learning", 556),
     ("exactness", 758),
     ("batching", 1146),
 ]

@@ -105,6 +105,7 @@ class Learner:
         self.now: float | None = None
         self._work: Iterator[None] | None = None
         self._copy: Any = None
+        self._state: Any = None  # of the heads that serve, when they were looked at last
         self._limit = readings
         self._readings: Any = None  # `Readings` of the base as it is
 
@@ -194,7 +195,7 @@ class Learner:
                 return
             if better := after > before and not falls:
                 write([*serves.parameters()], learning.mean)
-                learning.state = state_of(serves.parameters())
+                learning.state = self._state = state_of(serves.parameters())
         self.now = after if better else before
         if better:
             self.taken, self.tries = self.taken + 1, 0
@@ -213,9 +214,12 @@ class Learner:
 
     def _begin(self) -> Any:
         """The copy that learns; a new one where the heads are others now."""
-        drafter, learning = self.model.drafter, self._copy
+        drafter, learning, state = self.model.drafter, self._copy, state_of(self.model.drafter.parameters())
+        if self._state not in (None, state):  # others have trained them, who may have had something else in mind
+            self.texts.kept.clear()
+        self._state = state
         if learning is None or self._outdated(learning):
-            state, twin = state_of(drafter.parameters()), self._copied(drafter).float().requires_grad_(True)
+            twin = self._copied(drafter).float().requires_grad_(True)
             weights = [*twin.parameters()]
             settings = {**recipe_of(self.model), "feature_noise": 0.0}
             nothing = SimpleNamespace(get_output_embeddings=torch.nn.Identity)  # of a base whose weights do not learn

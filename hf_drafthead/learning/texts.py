@@ -39,16 +39,16 @@ class RecentTexts:
 
     Every sixth is held out: the newest of these tell how heads guess on what is asked now (`recent`). Few of each kind
     stay for longer, a kind being texts on which the heads guessed equally well when they came (`kept`; in `arrived`,
-    until a round measures that, texts of which as many guesses were accepted): one client with very many texts does not
-    push out those of all others, however seldom there is a round.
+    until a round measures that, texts of which as many guesses were accepted), the first ones and the newest: a client
+    with very many texts does not push out those of all others, however seldom there is a round.
     """
 
     def __init__(self, tokens: int, held_out: int):
         self.tokens, self.size, self.seen, self.fresh = tokens, 0, 0, 0
         self.texts: deque[Text] = deque()
         self.recent: deque[Text] = deque(maxlen=held_out)
-        self.arrived: dict[int, deque[Text]] = {}
-        self.kept: dict[int, deque[tuple[Text, float]]] = {}
+        self.arrived: dict[int, list[Text]] = {}
+        self.kept: dict[int, list[tuple[Text, float]]] = {}
         self.dice = random.Random(0)
 
     def add(self, prompt: Sequence[int], answer: Sequence[int], accepted: int = 0) -> None:
@@ -63,7 +63,7 @@ class RecentTexts:
         self.seen, self.fresh = self.seen + 1, self.fresh + 1
         if self.seen % EVERY == 0:
             self.recent.append(text)
-            self.arrived.setdefault(kind, deque(maxlen=LEAST_OF_A_KIND)).append(text)
+            put(self.arrived.setdefault(kind, []), text, LEAST_OF_A_KIND)
             return
         self.texts.append(text)
         self.size += len(text.ids)
@@ -83,7 +83,7 @@ class RecentTexts:
     def keep(self, text: Text, tokens_per_step: float) -> None:
         """Hold a text out for long, with the tokens per step that the heads had on it when it came."""
         kind = min(int(KINDS_PER_TOKEN * tokens_per_step), KINDS - 1)
-        self.kept.setdefault(kind, deque(maxlen=OF_A_KIND)).append((text, tokens_per_step))
+        put(self.kept.setdefault(kind, []), (text, tokens_per_step), OF_A_KIND)
 
     def base_has_moved(self) -> None:
         """The base is another one now: it would not answer so any more, and heads cannot be held to what they had."""
@@ -98,6 +98,13 @@ class RecentTexts:
         """The texts of each kind that stay, and the mean of the tokens per step when they came; few tell nothing."""
         for texts in (texts for texts in self.kept.values() if len(texts) >= LEAST_OF_A_KIND):
             yield [text for text, _ in texts], sum(value for _, value in texts) / len(texts)
+
+
+def put(texts: list[Any], new: Any, most: int) -> None:
+    """Append a text to `most` others, of which half stay from the first on: a flood of others moves the rest alone."""
+    texts.append(new)
+    if len(texts) > most:
+        del texts[most // 2]
 
 
 def batch_of(texts: Sequence[Text], device: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -187,6 +187,20 @@ def test_heads_that_are_trained_while_they_learn_keep_what_they_were_trained_to(
     assert all(map(torch.equal, trained, drafter_of(model))) and learner.taken == 0
 
 
+def test_heads_that_were_trained_elsewhere_are_not_held_to_what_they_had(monkeypatch):
+    model = FEW[0].build(tiny_base("llama-gqa"))
+    learner, better = learner_with(model, steps=1), [2.0]
+    judged(monkeypatch, model, lambda texts, tried: better[0])
+    for _ in range(2):
+        run(offered(learner))
+    assert any(texts for texts in learner.texts.kept.values())
+    better[0] = 1.5
+    with torch.no_grad():
+        next(model.drafter.parameters()).add_(1.0)
+    run(offered(learner))
+    assert all(value == 1.5 for texts in learner.texts.kept.values() for _, value in texts)
+
+
 def test_of_two_learners_neither_overwrites_what_the_other_has_gained(monkeypatch):
     model = FEW[0].build(tiny_base("llama-gqa"))
     one, other = learner_with(model, steps=2), learner_with(model, steps=2)
@@ -263,6 +277,9 @@ def test_memory_is_bounded_and_a_flood_does_not_push_out_other_kinds():
     assert sum(len(text.ids) for text in texts.texts) == texts.size and len(texts.texts[-1].ids) == LONGEST
     (first, _), (second, _) = texts.kinds()
     assert first == rare and len(second) == OF_A_KIND
+    for text in new[-1:] * 50:  # of the same kind: half of it stays
+        texts.keep(text, 2.4)
+    assert len(texts.kept) == 2 and next(texts.kinds())[0] == rare + new[-1:] * (OF_A_KIND - len(rare))
     row = texts.some(1)[0].row()
     assert (row["labels"] != -100).sum() == (row["input_ids"] == 4).sum()
 
