@@ -215,7 +215,7 @@ class Learner:
     def _begin(self) -> Any:
         """The copy that learns; a new one where the heads are others now."""
         drafter, learning, state = self.model.drafter, self._copy, state_of(self.model.drafter.parameters())
-        if self._state not in (None, state):  # others have trained them, who may have had something else in mind
+        if self._state not in (None, state):  # trained elsewhere meanwhile: what they had before is no bound any more
             self.texts.kept.clear()
         self._state = state
         if learning is None or self._outdated(learning):
